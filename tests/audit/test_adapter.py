@@ -82,7 +82,7 @@ def test_matching_needs_no_names() -> None:
     backbone = adapt(fixed, 8)
     assert NO_TABLE in str(reason(PatchEmbedding(), backbone))
     upload = victim_gradients(backbone, X, torch.tensor([2]))
-    found = Matching(MatchingConfig(iterations=3, restarts=2)).recover(backbone, [upload], Knowledge(), Deadline())
+    found = Matching(MatchingConfig(iterations=3)).recover(backbone, [upload], Knowledge(), Deadline())
     assert found.images.shape == X.shape
     assert found.labels is not None and found.labels.tolist() == [[2]]
 

@@ -462,7 +462,6 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
             "iterations=5: applies only to the attacks matching and april-optimisation, which this audit does not run",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
-        ("{own}:named", ["--restarts", "2"], "restarts=2: applies only to the attacks matching"),
         ("{own}:named", ["--labels", "known"], "labels=known: applies only to the attacks matching"),
         (
             "{own}:named",

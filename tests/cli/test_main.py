@@ -261,12 +261,12 @@ def test_the_page_of_exit_codes_tells_those_that_verbs_give() -> None:
 def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "gradients", "--help"]) == 0
     short = capsys.readouterr().out
-    assert "matching  --labels" in short and "--restarts INT" not in short
+    assert "matching  --labels" in short and "--iterations INT" not in short
     assert main(["audit", "gradients", "--help", "matching"]) == 0
     told = capsys.readouterr().out
-    assert "--restarts INT" in told and "--fail-above" not in told
+    assert "--iterations INT" in told and "--fail-above" not in told
     assert main(["audit", "gradients", "--help", "all"]) == 0
-    assert {"--img-size", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {"--img-size", "--iterations", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert main(["audit", "gradients", "--help", "presets"]) == 2
     assert "choose one of: advanced, all, matching, model" in capsys.readouterr().err
 

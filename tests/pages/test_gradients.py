@@ -198,15 +198,13 @@ def test_one_image_cannot_be_re_identified() -> None:
 
 
 def test_how_a_search_went() -> None:
-    facts = [{"distance": 0.5, "iterations": 9, "restarts": 1, "labels_right": 1}, *[{}] * 2]
+    facts = [{"distance": 0.5, "iterations": 9, "labels_right": 1}, *[{}] * 2]
     inferred = [{**facts[0], "labels_right": right, "distance": far} for right, far in ((1, 0.5), (0, None), (1, 0.7))]
     text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL))).render()
-    assert re.search(
-        "matching against none: 9 iterations from 1 start, .* 0.6; 2 of 3 labels .*inferred correctly", text
-    )
-    given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
+    assert re.search("matching against none: 9 iterations, .* 0.6; 2 of 3 labels .*inferred correctly", text)
+    given = [{"distance": None, "iterations": 1200}] * 3
     text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL))).render()
-    assert re.search("1,200 iterations from 3 starts, .*unknown; labels .*known", text)
+    assert re.search("1,200 iterations, .*unknown; labels .*known", text)
 
 
 def test_the_same_reason_of_several_defences_is_said_once() -> None:
@@ -232,7 +230,7 @@ def test_an_attack_that_solves_a_system_for_some_images_only() -> None:
 def test_a_pair_that_was_stopped() -> None:
     """Its count in the table, its iterations as a range, and no vote for the attack that merely saw more images."""
     short = {name: None if values is None else values[:1] for name, values in SCORES.items()}
-    searched = [{"distance": 0.5, "iterations": done, "restarts": 2} for done in (9, 4, 4)]
+    searched = [{"distance": 0.5, "iterations": done} for done in (9, 4, 4)]
     poor = outcome("matching", "none", None, None, measure_all(REAL.flip(0), REAL, 8), searched, REAL.flip(0))
     cut = outcome("patchembed", "none", None, None, short, FACTS[:1], REAL[:1], partial="1 of 3 images")
     found = replace(example(poor, cut, undone("april", "none")), stopped="Ctrl-C")
@@ -249,7 +247,7 @@ def test_a_pair_that_was_stopped() -> None:
     text = make_page(found).render()
     assert "<h1>1 of 1 image was recovered exactly from one step of training, by an honest server.</h1>" in text
     assert "1 of 1 image recovered exactly from one step (best attack patchembed, " in text
-    assert "4 to 9 iterations from 2 starts" in text
+    assert "4 to 9 iterations, mean" in text
     assert "row with fewer images" in text
     assert "row with fewer images" not in make_page(example(poor)).render()
     assert "topped after 1 of 3 images." in text

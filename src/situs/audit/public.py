@@ -75,9 +75,6 @@ class AuditConfig(StepConfig):
     iterations: Count = 1000
     """For --attacks matching: number of steps of the optimiser."""
 
-    restarts: Count = 1
-    """For --attacks matching: number of random starts. The best match is kept."""
-
     search_seconds: Positive = TokensConfig.seconds
     """For --attacks tokens: seconds of search per upload. With a defence the search takes at most twice this time."""
 
@@ -150,7 +147,7 @@ def audit_gradients(
     if opened.limit is not None and opened.limit.metric == "reidentified" and len(test) < 2:
         reason = f"fail_above={opened.limit}: a single image is always re-identified; give two or more"
         raise SitusError(reason, field=("fail_above", "count"))
-    search = f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}"
+    search = f"distance {config.distance}, {config.iterations:,} iterations"
     about = {"gradients": f"batch {config.batch}", "labels": config.labels, "search": search, **facts}
     with shown():
         return attack_gradients(
@@ -318,7 +315,7 @@ def open_audit(
     config's. upload: captured ones, whose images need not be known."""
     data = addressed(data)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
-    search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
+    search = MatchingConfig(distance=config.distance, iterations=config.iterations)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
     check_server(created, SERVERS[config.server])
@@ -372,7 +369,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     """
     searches = {"iterations": "matching and april-optimisation"}
     if config.fail_above is None:
-        searches |= dict.fromkeys(("labels", "distance", "restarts"), searches["iterations"])
+        searches |= dict.fromkeys(("labels", "distance"), searches["iterations"])
     owners = (
         ({MatchingConfig}, searches),
         ({AdaptiveConfig, TokensConfig}, {"predictor": "adaptive-mjp and tokens"}),

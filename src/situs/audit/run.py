@@ -24,6 +24,7 @@ FINDS = "nothing: a failed attack may have missed the data"
 """What a search proves."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
+Report_co = TypeVar("Report_co", bound=Report, covariant=True)
 
 
 class Card(NamedTuple):
@@ -57,7 +58,7 @@ class Trial(Protocol):
         ...
 
 
-class Scenario(Protocol[AnyReport]):
+class Scenario(Protocol[Report_co]):
     """What is attacked, by whom and how it is scored."""
 
     name: ClassVar[str]
@@ -75,7 +76,7 @@ class Scenario(Protocol[AnyReport]):
         """Findings of attacks that do not apply, and trials of all others."""
         ...
 
-    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> AnyReport:
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> Report_co:
         """The report of findings by `Finding.key`. stopped: what stopped the audit, None where it is whole."""
         ...
 

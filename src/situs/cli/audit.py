@@ -159,7 +159,7 @@ class Gradients(GateArgs, AuditConfig):
     """
 
     topics: ClassVar = GateArgs.topics | {
-        "matching": ("labels", "distance", "iterations", "restarts"),
+        "matching": ("labels", "distance", "iterations"),
         "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "sent", "split"),
     }
 
@@ -275,7 +275,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """
 
     topics: ClassVar = ModelArgs.topics | {
-        "matching": ("labels", "distance", "iterations", "restarts"),
+        "matching": ("labels", "distance", "iterations"),
         "costs": COSTS,
         "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes", "server"),
     }

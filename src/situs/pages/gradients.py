@@ -286,11 +286,8 @@ def _searched(pair: ImageFinding, batch: int) -> str | None:
     iterations = " to ".join(f"{count:,}" for count in dict.fromkeys((min(counts), max(counts))))
     rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
     labels = f"{sum(rights)} of {len(rights) * batch} labels were inferred correctly" if rights else "labels were known"
-    return (
-        f"{pair.attack} against {pair.defence}: {iterations} iterations from "
-        f"{counted(int(str(facts[0]['restarts'])), 'starts')}, mean distance of the gradients "
-        f"{distance}; {labels}."
-    )
+    about = f"{iterations} iterations, mean distance of the gradients {distance}; {labels}"
+    return f"{pair.attack} against {pair.defence}: {about}."
 
 
 def _tables(page: Page, audit: Audit) -> None:

@@ -19,6 +19,7 @@ from situs.audit.attacks.adaptive import (
     TokenFit,
     Trial,
     family_of,
+    first_block,
     search,
     separate,
     solve_directions,
@@ -66,7 +67,8 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     assert extra is not None
     rows = table_rows(upload[stem.table], stem) - extra
     partly = separate(rows, flat_weight(upload[stem.weight]), upload["unknown"], mask, torch.float64)
-    block = FirstBlock(read_block(backbone), stem, upload, mask, method.unknown.detach())
+    block = first_block(read_block(backbone), stem, upload, mask, method.unknown.detach())
+    assert isinstance(block, FirstBlock)
     patches = patchify(x, SIZE)[0][draws["index"][0]]
     theta = (patches - partly.base) @ partly.z.T
     return Scene(patches, partly, block, family_of(block, partly), theta, backbone.grid)
@@ -140,7 +142,7 @@ def test_derivatives_are_those_of_differences(usual: Scene) -> None:
     span = block.fc2
 
     def cost(phi: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        a = block.late(family.streams(places, phi)) * span.column
+        a = block.plain.late(family.streams(places, phi)) * span.column
         inside = a @ span.inside.T
         size = (inside if given is None else inside @ given.T).norm(dim=1)
         return (span.outside(a).norm(dim=1) / size).square() / 2
@@ -175,7 +177,7 @@ def test_a_search_ends_at_the_truth(usual: Scene) -> None:
 
 @torch.no_grad()
 def test_functionals_keep_out_what_was_seen(usual: Scene) -> None:
-    late = usual.block.late(usual.block.middle(usual.patches))
+    late = usual.block.plain.late(usual.block.middle(usual.patches))
     functionals = adaptive._functionals(usual.block, late[:13])
     assert functionals.shape == (4, 17)
     inside = (late * usual.block.fc2.column) @ usual.block.fc2.inside.T @ functionals.T
@@ -245,7 +247,7 @@ def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
     off = phi + torch.randn_like(phi) * usual.theta.std()
     fit, sticks = (
         adaptive._fit_of(attempt, places, off),
-        usual.block.fc2.residual(usual.block.late(family.streams(places, off))),
+        usual.block.fc2.residual(usual.block.plain.late(family.streams(places, off))),
     )
     usual.block.fc2.noise = held
     assert (sticks > TELLING).any()

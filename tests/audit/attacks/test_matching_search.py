@@ -149,7 +149,7 @@ def test_lines_of_progress() -> None:
     assert said[-1].startswith("it: iteration 20 of 20, distance ")
 
 
-@pytest.mark.parametrize("field", ["iterations", "restarts", "lr"])
+@pytest.mark.parametrize("field", ["iterations", "parallel", "lr"])
 def test_mistakes(field: str) -> None:
     with pytest.raises(SitusError) as caught:
         MatchingConfig(**{field: 0})
@@ -158,5 +158,5 @@ def test_mistakes(field: str) -> None:
 
 def test_how_it_searches_unless_it_is_told() -> None:
     """Inverting Gradients' choices: the sign of the gradient, Adam at 0.1, a little total variation."""
-    told = MatchingConfig("l2", 1000, 1, lr=0.1, signed=True, smooth=1e-4, border=1e-4, table=1.0, parallel=8)
+    told = MatchingConfig("l2", 1000, lr=0.1, signed=True, smooth=1e-4, border=1e-4, table=1.0, parallel=8)
     assert MatchingConfig() == told

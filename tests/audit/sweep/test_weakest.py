@@ -52,7 +52,7 @@ def victim() -> Backbone:
 
 @pytest.fixture(scope="module")
 def found(victim: Backbone) -> Remedies:
-    fewer = {"bound.IMAGES": 1, "oracle.ITERATIONS": 6, "sweep.ladder.A_DECADE": 1}
+    fewer = {"oracle.IMAGES": 1, "oracle.ITERATIONS": 6, "sweep.ladder.A_DECADE": 1}
     with ExitStack() as stack:
         for name, value in fewer.items():
             stack.enter_context(mock.patch(f"situs.audit.{name}", value))
@@ -99,7 +99,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     assert "No such setting was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
-    assert "no pass" in make_page(found).render()
+    assert "not a pass" in make_page(found).render()
 
 
 def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(

@@ -305,7 +305,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "labels": "inferred",
         "distance": "l2",
         "iterations": 1000,
-        "restarts": 1,
         "pictures": True,
     },
     "info": {"steps": 3, "tokens": 32},

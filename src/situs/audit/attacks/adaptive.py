@@ -34,7 +34,6 @@ from situs.audit.attacks.solver import (
     Descent,
     Flat,
     Group,
-    Norm,
     Range,
     Span,
     Tokens,
@@ -203,53 +202,50 @@ def smoothest(partly: Partly, smooth: Smoothness, theta: Tensor | None = None, f
 # Tokens whose places are hidden have E_unk instead of their row of the table.
 
 
+@dataclass(frozen=True)
 class FirstBlock:
-    """block: the first block, or the reason why it cannot be read. hidden: [N] bool. unknown: E_unk, [D].
+    """plain: the block as in any step. base [N, D]: what is added to E x, hidden places with E_unk. proj, fc1, fc2: the
+    spans of the gradients of the attention's last, the MLP's first and its last layer."""
 
-    reason: None, or why the block's tokens cannot be solved for; the other fields are then missing.
-    """
-
+    plain: Block
+    base: Tensor
     proj: Span
     fc1: Span
     fc2: Span
-    norm: Norm
 
-    def __init__(self, block: Block | str, stem: Stem, upload: Gradients, hidden: Tensor, unknown: Tensor) -> None:
-        self.reason = block if isinstance(block, str) else None
-        if isinstance(block, str):
-            return
-        self.block, self.weight, self.into, self.shift = block, block.weight, block.into, block.shift
-        self.norm, self.tokens = block.norm2, block.places + len(block.prefix)
-        table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
-        self.base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)
-        self.reason = self._read(upload)
+    @property
+    def tokens(self) -> int:
+        """N and the prefix tokens."""
+        return self.plain.places + len(self.plain.prefix)
 
     def embed(self, patches: Tensor) -> Tensor:
         """z of the image's patch tokens [N, D] for patches [N, K], hidden ones with E_unk."""
-        return patches @ self.weight.T + self.base
-
-    def late(self, m: Tensor) -> Tensor:
-        """The input [..., H] of the MLP's last layer for streams m [..., D]."""
-        return self.block.late(m)
+        return patches @ self.plain.weight.T + self.base
 
     def middle(self, patches: Tensor) -> Tensor:
         """m of the image's patch tokens [N, D], by the model's own attention."""
-        tokens = self.embed(patches) - self.block.base
-        return self.block.through(tokens.unsqueeze(0))[0][0, len(self.block.prefix) :]
+        tokens = self.embed(patches) - self.plain.base
+        return self.plain.through(tokens.unsqueeze(0))[0][0, len(self.plain.prefix) :]
 
-    def _read(self, upload: Gradients) -> str | None:
-        """Reads the spans; gives the reason where that fails."""
-        layers = self.block.layers
-        if self.block.norm0 is not None:
-            return "a norm precedes the model's first block"
-        for role, name in (("proj", layers.proj), ("fc1", next(iter(layers.fc1))), ("fc2", layers.fc2)):
-            if name not in upload:
-                return f"the gradient of {name} is not sent"
-            if not Span.exists(upload[name], self.tokens):
-                few = f"the gradient of {name} has at most as many directions as there are tokens ({self.tokens})"
-                return f"{few}, so every token lies in their span"
-            setattr(self, role, Span(upload[name], self.tokens))
-        return None
+
+def first_block(block: Block | str, stem: Stem, upload: Gradients, hidden: Tensor, unknown: Tensor) -> FirstBlock | str:
+    """The first block with the spans of an upload, or why its tokens cannot be solved for. block: as `read_block` gives
+    it. hidden: [N] bool. unknown: E_unk, [D]."""
+    if isinstance(block, str):
+        return block
+    if block.norm0 is not None:
+        return "a norm precedes the model's first block"
+    spans, tokens = list[Span](), block.places + len(block.prefix)
+    for name in (block.layers.proj, next(iter(block.layers.fc1)), block.layers.fc2):
+        if name not in upload:
+            return f"the gradient of {name} is not sent"
+        if not Span.exists(upload[name], tokens):
+            few = f"the gradient of {name} has at most as many directions as there are tokens ({tokens})"
+            return f"{few}, so every token lies in their span"
+        spans.append(Span(upload[name], tokens))
+    table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
+    base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)
+    return FirstBlock(block, base, *spans)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +335,7 @@ class Trial:
 
     @cached_property
     def activation(self) -> Activation:
-        return Activation(self.block.block)
+        return Activation(self.block.plain)
 
     def descent(self, functionals: Tensor | None = None) -> Descent:
         """The search for roots within the family."""
@@ -358,7 +354,7 @@ def search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None
 def _fit_of(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     """The ratio of residuals to what noise explains, [Q]; infinite for what is no picture."""
     span = trial.block.fc2
-    late = trial.block.late(trial.family.streams(places, phi))
+    late = trial.block.plain.late(trial.family.streams(places, phi))
     residual, expected = span.residual(late), span.expected(late)
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
     fit = (residual / expected).nan_to_num(torch.inf)
@@ -392,15 +388,20 @@ APART = 1e-3
 
 
 def solve_directions(
-    block: FirstBlock, partly: Partly, grid: tuple[int, ...], size: tuple[int, int], effort: Effort, deadline: Deadline
+    block: FirstBlock | str,
+    partly: Partly,
+    grid: tuple[int, ...],
+    size: tuple[int, int],
+    effort: Effort,
+    deadline: Deadline,
 ) -> TokenFit:
-    """θ of every patch; the hidden ones are in any order among their places."""
+    """θ of every patch; the hidden ones are in any order among their places. block: as `first_block` gives it."""
     count, values = partly.base.shape
     theta = smoothest(partly, Smoothness(torch.zeros_like(partly.hidden), grid, size, values))
     if not len(partly.z):
         return TokenFit(theta, theta.new_zeros(count))
     untried = theta.new_full((count,), torch.inf)
-    if block.reason is not None:
+    if isinstance(block, str):
         return TokenFit(theta, untried)
     loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
     trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, deadline)
@@ -419,9 +420,10 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
     deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
     w (m - mean) + s β does, which is linear in all three; its solutions are a flat along which θ is free.
     """
-    norm, width, group = block.norm, block.into.shape[1], Group(block.norm, block.fc1)
-    mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
-    streams = torch.cat([partly.z @ block.weight.T, mixing])
+    plain, norm = block.plain, block.plain.norm2
+    width, group = plain.into.shape[1], Group(norm, block.fc1)
+    mixing = (block.proj.inside / block.proj.column) @ plain.into  # [T, D]: c -> A o
+    streams = torch.cat([partly.z @ plain.weight.T, mixing])
     # Theory says how many equations are independent (without β all are centred, the span too); the weakest of those
     # are left out and their directions searched.
     independent = min(block.tokens + norm.biased, width - block.tokens - (norm.centred and not norm.biased))
@@ -430,7 +432,7 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
         return min(independent, max(int((values > WEAK * values[0]).sum()), independent - loose))
 
     flat = Flat(group.rows(streams), rank)
-    known = block.embed(partly.base) + block.shift
+    known = block.embed(partly.base) + plain.shift
     solution = flat.least(group(known))
     r, u = len(partly.z), len(streams)
     return Family(known + solution[:, :u] @ streams, flat.free[:, :u] @ streams, solution[:, :r], flat.free[:, :r])
@@ -483,13 +485,13 @@ def solve_hidden(trial: Trial, shown: TokenFit) -> TokenFit:
     one, solved = hidden[:1], shown.solved(trial.shown)
     pool = _pool(trial, shown)
     apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
-    known = block.late(family.streams(solved, shown.at[solved]))
+    known = block.plain.late(family.streams(solved, shown.at[solved]))
     roots = ends = TokenFit(shown.at[:0], shown.fit[:0])
     for number in range(trial.effort.rounds):
         if len(roots.at) == len(hidden) or trial.deadline.over():
             break
         places = one.expand(trial.effort.starts)
-        excluded = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
+        excluded = torch.cat([known, block.plain.late(family.streams(one.expand(len(roots.at)), roots.at))])
         starts = family.phi(places, _like(pool, len(places), trial.generator))
         ends = TokenFit(*search(trial, places, starts, _functionals(block, excluded)))
         fits = ends.fit <= SOLVED
@@ -686,7 +688,7 @@ class AdaptiveMJP(Attack):
         learned = method.unknown_position()
         vector = None if learned is None else learned.vector
         unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
-        block = FirstBlock(read, stem, upload, hidden, unknown)
+        block = first_block(read, stem, upload, hidden, unknown)
         solution = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
         patches = partly.patches(solution.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
@@ -725,7 +727,7 @@ def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) 
     return rows[:, finite], weight[finite], None if total is None else total[finite]
 
 
-def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, Fact]:
+def _facts(partly: Partly, solution: TokenFit, block: FirstBlock | str) -> dict[str, Fact]:
     """proof: how the attacker knows that the image is right; verdict: why it may be wrong."""
     fits = int((solution.fit <= SOLVED).sum())
     proof = verdict = None
@@ -735,8 +737,8 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
         proof = "every patch is determined, because the hidden patches are equal up to rounding and noise"
     elif not len(partly.z):
         proof = "every patch is determined, the single hidden patch by the same equations as the others"
-    elif block.reason is not None:
-        verdict = f"{len(partly.z)} directions of each patch were chosen so that the image is smooth: {block.reason}"
+    elif isinstance(block, str):
+        verdict = f"{len(partly.z)} directions of each patch were chosen so that the image is smooth: {block}"
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:
@@ -744,7 +746,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),
-        "patches_that_fit": fits if block.reason is None and len(partly.z) else None,
+        "patches_that_fit": None if isinstance(block, str) or not len(partly.z) else fits,
         "proof": proof,
         "verdict": verdict,
     }

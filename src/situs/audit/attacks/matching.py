@@ -40,7 +40,7 @@ from situs.progress import tracked
 # ---------------------------------------------------------------------------------------------------------------------
 # The search for images by descent: distances of gradients, priors of images, and the optimiser with its best guess.
 #
-# Everything runs over P independent searches at once (uploads × restarts): none depends on another.
+# Everything runs over P independent searches at once, one an upload: none depends on another.
 
 
 FAINT, NOISY = 1e-2, 10.0
@@ -60,9 +60,6 @@ class MatchingConfig(Checked):
     """Number of steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps. With a time
     limit, these are ratios of the limit."""
 
-    restarts: Count = 1
-    """Number of random starts. The start with the lowest loss is kept; the true images are not used."""
-
     lr: Positive = 0.1
     """Step size of the optimiser, in standard deviations of the pixels."""
 
@@ -79,7 +76,7 @@ class MatchingConfig(Checked):
     """Only for april-optimisation: weight of the cosine distance between gradients of the position table."""
 
     parallel: Count = 8
-    """Number of searches that run at the same time. Each upload needs one search per restart."""
+    """Number of searches that run at the same time, one for each upload."""
 
 
 class BestGuesses(NamedTuple):
@@ -384,7 +381,7 @@ class Matching(Attack):
             return Refused("all parameters of the model are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
             return Refused("the labels are not known, and the upload has no classifier gradient to infer them from")
-        return Ready(None, "this attack is an optimisation: more iterations or restarts may recover more")
+        return Ready(None, "this attack is an optimisation: more iterations may recover more")
 
     def recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
@@ -393,12 +390,11 @@ class Matching(Attack):
         inferred = None if known.labels is not None else _infer(backbone, uploads, known)
         labels = known.labels if inferred is None else inferred
         assert labels is not None
-        size = max(1, config.parallel // config.restarts)
         images, facts, partial = [], [], None
-        for first in range(0, len(uploads), size):
+        for first in range(0, len(uploads), config.parallel):
             if first and deadline.over():
                 break
-            group = range(first, min(first + size, len(uploads)))
+            group = range(first, min(first + config.parallel, len(uploads)))
             deadline.say(f"{self.name}: uploads {known.first + first + 1} to {known.first + group[-1] + 1}")
             try:
                 with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
@@ -409,7 +405,7 @@ class Matching(Attack):
                 deadline.interrupt()
                 break
             images.append(best.images)
-            facts += _facts(best, config)
+            facts += _facts(best)
             if best.done < config.iterations:
                 partial = f"{best.done:,} of {config.iterations:,} iterations"
         inferred = None if inferred is None else inferred[: len(facts)]
@@ -424,17 +420,16 @@ class Matching(Attack):
         known: Knowledge,
         deadline: Deadline,
     ) -> BestGuesses:
-        """For each upload of a group the best of all restarts, all searched at once."""
-        restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
-        problems = [(number, restart) for number in group for restart in range(restarts)]
+        """The best guess for each upload of a group, all searched at once."""
+        backbone, like = method.backbone, next(method.parameters())
         names = [name for name in parameter_names(method) if name in uploads[group[0]]]
-        numbers = {name: torch.stack([known_numbers(uploads[i][name]) for i, _ in problems]) for name in names}
+        numbers = {name: torch.stack([known_numbers(uploads[i][name]) for i in group]) for name in names}
         finite = {name: gradient.isfinite() for name, gradient in numbers.items()}  # the others overflowed
         target = {name: gradient.nan_to_num(0.0).to(like.dtype) for name, gradient in numbers.items()}
         guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
-        draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
-        problem_labels = torch.stack([labels[i] for i, _ in problems]).to(like.device)
-        noise = [_noise(backbone, known, known.first + number, restart) for number, restart in problems]
+        draws = {name: torch.stack([guesses[i][name] for i in group]) for name in guesses[group[0]]}
+        problem_labels = torch.stack([labels[i] for i in group]).to(like.device)
+        noise = [_noise(backbone, known, known.first + number) for number in group]
         start = torch.stack(noise).to(like.device, like.dtype)
         simulate = _mapped(simulation(method, known, names), start, problem_labels, draws)
         measure = self.measure(target, backbone, known.defence.noise_level(known.step.batch))
@@ -448,10 +443,7 @@ class Matching(Attack):
             return distance + prior, distance
 
         bounds = _bounds(known, start)
-        loss, distance, images, done = optimise(objective, start, self.config, deadline, self.name, bounds)
-        best = loss.view(-1, restarts).argmin(dim=1)
-        pick = torch.arange(len(group), device=best.device) * restarts + best
-        return BestGuesses(loss[pick], distance[pick], images[pick], done)
+        return optimise(objective, start, self.config, deadline, self.name, bounds)
 
     def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
         """The distance [P] of guessed gradients from those of the upload. noise: its deviation."""
@@ -475,9 +467,9 @@ def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     return pair(size)
 
 
-def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
-    """The start of a search, [B, C, H, W]: noise that depends on the seed, the upload and the restart alone."""
-    generator = torch.Generator().manual_seed((known.step.seed * 1_000_003 + upload) * 1_009 + restart)
+def _noise(backbone: Backbone, known: Knowledge, upload: int) -> Tensor:
+    """The start of a search, [B, C, H, W]: noise that depends on the seed and the upload alone."""
+    generator = torch.Generator().manual_seed((known.step.seed * 1_000_003 + upload) * 1_009)
     return torch.randn(known.step.batch, backbone.input.channels, *_size(backbone, known), generator=generator)
 
 
@@ -512,6 +504,5 @@ def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) 
     return together
 
 
-def _facts(best: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
-    fixed: dict[str, Fact] = {"iterations": best.done, "restarts": config.restarts}
-    return [{"distance": d if math.isfinite(d) else None, **fixed} for d in best.distance.tolist()]
+def _facts(best: BestGuesses) -> list[dict[str, Fact]]:
+    return [{"distance": d if math.isfinite(d) else None, "iterations": best.done} for d in best.distance.tolist()]

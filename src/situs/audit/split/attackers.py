@@ -377,11 +377,6 @@ class Restored(NamedTuple):
     scores: dict[str, float]
     expected: Tensor
 
-    @property
-    def places(self) -> Tensor:
-        """[n · N]: the place of each token in turn."""
-        return torch.arange(self.index.shape[1]).repeat(len(self.index))
-
     def patches(self, side: PublicSide, joint: Joint = ALONE) -> Tensor:
         """Pixels [n, N, P] by regression, with what the whole image adds."""
         return joint.read(self.expected, side)

@@ -75,7 +75,7 @@ REFUSED = "this audit attacks permuted rows of text only at depth 0; the words m
 
 
 class Row(NamedTuple):
-    """One setting: what the client keeps and does. wire: the type of the numbers sent."""
+    """One setting: how many blocks the client keeps, and what it does to the features."""
 
     depth: int
     veil: Veil

@@ -46,7 +46,8 @@ def scene(
         counts = count(block, batch)
         spans = read_spans(block, upload, counts)
         ends = Range(*(torch.full((block.weight.shape[1],), end, dtype=torch.float64) for end in (-1.0, 1.0)))
-        return Search(block, upload, spans, counts, ends, Effort(loose=more)), patchify(x, (4, 4))
+        counts = counts._replace(structural=counts.open + more) if more else counts
+        return Search(block, upload, spans, counts, ends, Effort()), patchify(x, (4, 4))
 
 
 def true_tokens(search: Search, patches: torch.Tensor) -> Tokens:

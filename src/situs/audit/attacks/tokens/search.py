@@ -159,8 +159,6 @@ class Effort:
 
     rounds: int = 200
     steps: int = 30
-    loose: int = 0
-    """Weak directions that are searched beside the open ones."""
 
 
 class Candidates(NamedTuple):
@@ -190,7 +188,7 @@ class Search:
         self.generator = torch.Generator().manual_seed(0)
         self.span = Span(upload[block.layers.fc2], counts.fc2, *errors)
         self.deflation = Deflation(block, upload, spans, self.span, errors)
-        self.family = family_of(block, spans, counts.open + self.effort.loose)
+        self.family = family_of(block, spans, counts.open)
         self.activation = Activation(block)
         self._whole = Descent(self.activation, self.family, self.span, pixels)
         self._least_curved = self._curvatures().argsort()
@@ -201,7 +199,7 @@ class Search:
         spans, late, known = self.deflation.left()
         table = table_rank(block, counts.x, block.base[present])
         tokens = counts.structural + counts.table - removed
-        free = max(tokens - table, counts.general - removed, 1) + self.effort.loose
+        free = max(tokens - table, counts.general - removed, 1)
         family = family_of(block, spans, free) if removed else self.family
         if not self.activation.plain:
             return Descent(self.activation, family, late, self.pixels, known=known)
