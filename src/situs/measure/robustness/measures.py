@@ -243,7 +243,6 @@ class Robustness(Result):
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
         )
         assert self.pictures is not None
-        shown = self.pictures if self.pictures.shape[2] in (1, 3) else self.pictures[:, :, :1]
         titles = [*["clean"] * (self.published is None), *(f"severity {severity}" for severity in severities)]
         caption = f"The first image of each folder of {self.published}."
         if self.published is None:
@@ -251,8 +250,9 @@ class Robustness(Result):
                 f"The first image of the set with each corruption, as the model saw it. {MADE_HERE} Strengths: "
                 f"{describe(self.side)}."
             )
-        looks = Figure("corruptions", caption, "figures.mosaic", (shown, names, titles),
-                       section="Examples of the corruptions")  # fmt: skip
+        rows = list(zip(names, self.pictures, strict=True))
+        title = "Examples of the corruptions"
+        looks = Figure("corruptions", caption, "figures.image_rows", (rows, titles), section=title)
         return [*([self._over_severity(severities)] if len(severities) > 1 else []), accuracy, looks]
 
     def _over_severity(self, severities: list[int]) -> Figure:
