@@ -30,7 +30,6 @@ PAGES = {
     "PromptAudit": "split.texts_page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
-    "Runs": "runs.page",
     "SplitAudit": "split.page",
     "StudyResult": "study.page",
     "TextAudit": "texts.page",
