@@ -19,27 +19,8 @@ from torch import Tensor
 
 from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
-from situs.measure.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, describe
+from situs.measure.corruptions import ALEXNET, CORRUPTIONS, GROUPS, SEVERITIES, describe
 from situs.results import Cell, Figure, Result, Summary, Table, percent, points
-
-ALEXNET = {
-    "gaussian_noise": 0.886,
-    "shot_noise": 0.894,
-    "impulse_noise": 0.923,
-    "defocus_blur": 0.820,
-    "glass_blur": 0.826,
-    "motion_blur": 0.786,
-    "zoom_blur": 0.798,
-    "snow": 0.867,
-    "frost": 0.827,
-    "fog": 0.819,
-    "brightness": 0.565,
-    "contrast": 0.853,
-    "elastic_transform": 0.646,
-    "pixelate": 0.718,
-    "jpeg_compression": 0.607,
-}
-"""AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
 
 IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
