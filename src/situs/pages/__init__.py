@@ -31,7 +31,6 @@ PAGES = {
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
     "SplitAudit": "split.page",
-    "StudyResult": "study.page",
     "TextAudit": "texts.page",
 }
 """The class of a result -> the function (module.name, in this package) that makes its page."""

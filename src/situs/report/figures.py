@@ -11,8 +11,9 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -109,6 +110,11 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def picture(file: Path) -> bytes:
+    """A picture that was drawn before."""
+    return file.read_bytes()
+
+
 def image_rows(rows: Sequence[tuple[str, Any]], titles: Sequence[str] = ()) -> Figure:
     """Named rows of images of one size, [n, C, H, W]; a row may have fewer. titles: above the images.
 
@@ -173,6 +179,7 @@ def curves(
     title: str = "",
     y_limits: tuple[float, float] | None = None,
     x_names: Sequence[str] = (),
+    x_scale: Literal["linear", "log"] = "linear",
     level: tuple[str, float] | None = None,
     bands: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Figure:
@@ -195,6 +202,7 @@ def curves(
         axis.set_ylim(*y_limits)
     if x_names:
         axis.set_xticks(range(len(x_names)), list(x_names))
+    axis.set_xscale(x_scale)
     label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if named:
