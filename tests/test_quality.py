@@ -85,7 +85,6 @@ COVERED = {
     "situs.split.parts": "test_client",
     "situs.split.serving": "test_run",
     "situs.split.whole": "test_run",
-    "situs.pages.study": "test_init",
     "situs.studies": "test_plan_load",
     "situs.studies.words": "test_run",
     "situs.methods.measured": "test_mp3",

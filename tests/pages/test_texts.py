@@ -11,8 +11,8 @@ from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.findings import Remark
 from situs.gate import Limit
-from situs.pages import make_page, publish
-from situs.pages.texts import PRIVATE, marked
+from situs.pages import PRIVATE, make_page, publish
+from situs.pages.texts import marked
 from situs.results import Provenance
 
 READ = Read("sentence 1", (2, 6, 7, 3), (2, 9), (True, False, True, True))
@@ -46,14 +46,15 @@ def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
     whole = make_page(AUDIT).render()
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", whole)
     assert headings[:3] == ["Threat model", "Verdict", "What was recovered"] and "Sentences" in headings
-    assert whole.index(PRIVATE) < whole.index("Threat model")
+    private = AUDIT.provenance.worded(PRIVATE)
+    assert "private sentences" in private and whole.index(private) < whole.index("Threat model")
     assert '<mark class="wrong" title="wrong">&lt;sea&gt;</mark>' in whole and "one is missing" in whole
     assert "not passed" in whole and whole.count('class="words"') == 2  # the first stands on the first screen too
     assert "word gradient withheld: the same as word gradient sent." in whole  # and is not shown again
     [headline] = re.findall(r"<h1>(.*?)</h1>", whole)  # words that are known without their place are no secret
     assert all(part in headline for part in ("0 of 1 sentence", "25 % of the tokens", "75 %", "one step", "server"))
     bare = make_page(AUDIT.without_pictures()).render()
-    assert PRIVATE not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
+    assert private not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
     path = publish(AUDIT, tmp_path)
     assert path.name == "texts.html" and path.stat().st_mode & 0o777 == 0o600
     assert json.loads((tmp_path / "texts.json").read_text())["defences"][0]["tokens"] == 4

@@ -63,7 +63,6 @@ def test_names_may_hold_any_character(monkeypatch: pytest.MonkeyPatch) -> None:
         figures.curves({name: ([0, 1], [1.0, 2.0]) for name in odd}, "epoch", odd[0], title=odd[0]),
         figures.value_grids({odd[0]: (numbers, odd[0])}, odd, odd, odd[0], odd[0]),
         figures.image_rows([(odd[0], pictures)], odd),
-        figures.mosaic(pictures[:, None], odd, odd[:1]),
     ):
         assert figures.png(figure).startswith(b"\x89PNG")
 
@@ -105,11 +104,11 @@ def test_colour_and_tensors(dtype: torch.dtype) -> None:
     assert pixels[pixels.shape[0] // 2, pixels.shape[1] // 2].tolist() == [0, 255, 0]
 
 
-def test_names_and_titles_stand_at_their_images_and_empty_cells_are_blank() -> None:
-    figure = figures.image_rows([("up", [CORNER] * 3), ("down", [CORNER] * 2)], list("abc"))
-    assert titles(figure) == ["a", "b", "c", "", "", ""]
-    assert not any(axis.axison for axis in figure.axes) and not figure.axes[5].images
-    assert [[text.get_text() for text in axis.texts] for axis in figure.axes[::3]] == [["up"], ["down"]]
+def test_names_and_titles_stand_at_their_images_and_a_row_may_have_fewer() -> None:
+    (axis,) = figures.image_rows([("up", [CORNER] * 3), ("down", [CORNER] * 2)], list("abc")).axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["a", "b", "c"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["up", "down"]
+    assert len(axis.images) == 5
     (other,) = figures.image_rows([("", np.eye(8)[None, None].repeat(5, 1))]).axes  # five channels
     assert np.array_equal(other.images[0].get_array(), np.eye(8))
 
@@ -220,7 +219,7 @@ def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
 
 def test_every_image_stands_in_its_row_and_column() -> None:
     values = torch.linspace(0.1, 0.9, 6).view(3, 2, 1, 1, 1).expand(3, 2, 1, 10, 20)
-    figure = figures.mosaic(values, ["a", "bb", "ccc"], ["1", "2"])
+    figure = figures.image_rows(list(zip(("a", "bb", "ccc"), values, strict=True)), ["1", "2"])
     (axis,) = figure.axes
     assert [text.get_text() for text in axis.get_xticklabels()] == ["1", "2"]
     assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "bb", "ccc"]
@@ -236,15 +235,9 @@ def test_every_image_stands_in_its_row_and_column() -> None:
 
 def test_colour_and_many_images() -> None:
     images = torch.rand(15, 6, 3, 28, 28)
-    figure = figures.mosaic(images, [f"row {number}" for number in range(15)], [str(number) for number in range(6)])
+    figure = figures.image_rows([(f"row {number}", row) for number, row in enumerate(images)], list("012345"))
     assert len(figure.axes[0].images) == 90
     assert figure.get_figwidth() <= 9.01
-
-
-def test_names_must_fit() -> None:
-    for images in (torch.rand(2, 2, 1, 4, 4), torch.rand(1, 3, 1, 4, 4), torch.rand(0, 2, 1, 4, 4)):
-        with pytest.raises(SitusError, match="mosaic"):
-            figures.mosaic(images, ["a"], ["1", "2"])
 
 
 def test_a_run_looks_the_same_in_every_panel() -> None:

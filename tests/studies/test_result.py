@@ -20,7 +20,7 @@ def result(tables: list[dict], **changes: object) -> StudyResult:
     import situs.studies.reading as module
 
     study = from_dict(Study, {"title": "t", "shows": "s", "jobs": {"a": ONE}, "tables": tables, **changes})
-    rows, lines = module._filled(study, module._nothing)
+    rows, lines = module._filled(study, None)
     return StudyResult("mine", study, "paper", 1, (), rows, lines)
 
 

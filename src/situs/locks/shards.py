@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hmac import HMAC
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -235,18 +236,11 @@ Change = Callable[[np.ndarray], np.ndarray]
 Check = Callable[[Spec, str], None]
 
 
-class Code(Protocol):
-    """An authentication code being computed (HMAC)."""
-
-    def update(self, data: Any, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
-Start = Callable[[str], Code]
+Start = Callable[[str], HMAC]
 """Name of a tensor -> a new code for its bytes."""
 
 
-def copy(source: ByteSource, sink: Sink | None, code: Code, size: int | None = None, chunk: int = CHUNK) -> str:
+def copy(source: ByteSource, sink: Sink | None, code: HMAC, size: int | None = None, chunk: int = CHUNK) -> str:
     """Copies `size` bytes, or a whole file; returns their code."""
     size = source.size if size is None else size
     buffer = memoryview(bytearray(min(size, chunk)))
@@ -330,7 +324,7 @@ def _work(
     return _bytes(moved), _code_of(moved, start(spec.name))
 
 
-def _code_of(values: np.ndarray, code: Code) -> str:
+def _code_of(values: np.ndarray, code: HMAC) -> str:
     code.update(_bytes(values))
     return code.hexdigest()
 

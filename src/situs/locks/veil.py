@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -307,9 +307,15 @@ def noise_unit(model: Model) -> float:
     backbone = model.backbone
     length = min(backbone.num_tokens, 256)
     words = torch.arange(-(-backbone.input.words // length) * length) % backbone.input.words
+    device = next(backbone.parameters()).device
+    return deviation(enter(backbone, ids.to(device)).z for ids in words.view(-1, length).split(32))
+
+
+def deviation(parts: Iterable[Tensor]) -> float:
+    """The standard deviation of the entries of all parts together."""
     count = total = squares = 0.0
-    for ids in words.view(-1, length).split(32):
-        z = enter(backbone, ids.to(next(backbone.parameters()).device)).z.double()
+    for part in parts:
+        z = part.double()
         count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
     return math.sqrt((squares - total * total / count) / (count - 1))
 

@@ -180,7 +180,10 @@ def measure_ensemble(
             _check_classes(models, outputs)
             logits = torch.stack(outputs)
             together.add(combine(logits, average), labels_of(first))
-            shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
+            answers = logits.argmax(dim=-1)
+            same = (answers[:, None] == answers[None]).sum(dim=-1).flatten()
+            any_right = (answers == hard(labels_of(first))).any(dim=0).sum()
+            shared.add(torch.cat([same, any_right[None]]).double())
     if strangers.over_ranks().item():
         raise SitusError(
             "the models of an ensemble must be tested on the same data, but their samples or labels differ"
@@ -189,12 +192,6 @@ def measure_ensemble(
     *same, any_right = (shared.over_ranks() / result.count).tolist()
     pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
     return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right, average)
-
-
-def _agree(answers: Tensor, labels: Tensor) -> Tensor:
-    """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and samples that any has right."""
-    same = (answers[:, None] == answers[None]).sum(dim=-1)
-    return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:

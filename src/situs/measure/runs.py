@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -17,9 +17,10 @@ from situs.config import flat
 from situs.errors import SitusError, counted, unknown_name
 from situs.models.model import identity_of
 from situs.progress import clock
-from situs.results import Origin, Provenance, Result, Summary, Table, show
+from situs.results import Cell, Figure, Origin, Provenance, Result, Summary, Table, percent, show
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.checkpoint.files import read_table
+from situs.train.log import rate
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")
@@ -126,7 +127,76 @@ class Runs(Result):
         for run in runs:
             seconds, loss = last(run, "seconds"), last(run, "loss")
             rows.append([run.name, run.method, run.status, None if seconds is None else clock(seconds), loss])
-        return Summary(sentence, (Table("Runs", ["run", "method", "progress", "time", "last loss"], rows),))
+        notes = ()
+        if len({run.method for run in runs}) > 1:
+            notes = ("These runs use different methods, so their losses cannot be compared.",)
+        table = Table("Runs", ["run", "method", "progress", "time", "last loss"], rows)
+        return Summary(sentence, (table,), notes, tuple(filter(None, map(_headline, runs[:4]))))
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"Report: {self.runs[0].name if len(self.runs) == 1 else f'{len(self.runs)} runs compared'}"
+
+    def figures(self) -> list[Figure]:
+        """Curves of what was measured on held-out samples, with the best of each run; then those of the training."""
+        held_out, training, marks = {}, {}, {}
+        for name in metric_names(self.runs):
+            lines = {run.name: line for run in self.runs if (line := curve(run, name, self.over))[0]}
+            if not lines or name == MAJORITY:
+                continue
+            if name == "val_top1":
+                levels = {run.name: curve(run, MAJORITY, self.over) for run in self.runs}
+                lines |= {f"largest class, {run}": level for run, level in levels.items() if level[0]}
+            if is_held_out(name):
+                held_out[spoken(name)] = lines
+                points = {run.name: (getattr(p, self.over), p.value) for run in self.runs if (p := best(run, name))}
+                marks[spoken(name)] = {run: point for run, point in points.items() if point[0] is not None}
+            else:
+                training["learning rate" if name == "lr" else spoken(name)] = lines
+        measured = (
+            "These values were measured during training, on held-out samples. A ring marks the best "
+            f"{self.over} of each run."
+        )
+        means = (
+            "Logged values. Each point of loss, accuracy and gradient norm is the mean over the steps since the "
+            "previous point."
+        )
+        draw, title = "figures.curve_panels", "Training curves"
+        return [
+            *([Figure("held-out", measured, draw, (held_out, self.over), {"marks": marks})] if held_out else []),
+            *([Figure("curves", means, draw, (training, self.over), section=title)] if training else []),
+        ]
+
+    def details(self) -> list[Table]:
+        """Last and best values, machine and speed, configs."""
+        runs, names = self.runs, [name for name in metric_names(self.runs) if name != "lr"]
+        header = [run.name for run in runs]
+        finals = [[spoken(name), *(last(run, name) for run in runs)] for name in names]
+        bests = {name: [best(run, name) for run in runs] for name in names if is_judged(name)}
+        better = [
+            [spoken(name), *map(_at, points)]
+            for name, points in bests.items()
+            if any(point and point.value != last(run, name) for run, point in zip(runs, points, strict=True))
+        ]
+        speeds = [speed(run) for run in runs]
+        shown = [
+            [label, *(None if facts[key] is None else form(facts[key]) for facts in speeds)]
+            for key, (label, form) in _SPEED.items()
+            if any(facts[key] is not None for facts in speeds)
+        ]
+        differing, shared = split_configs(runs)
+        differences = [[f"`{name}`", *map(show, map(_cell, values))] for name, values in differing.items()]
+        return [
+            Table("Final numbers", ["metric", *header], finals, "Last values."),
+            *([Table("Best numbers", ["metric", *header], better, BETTER)] if better else []),
+            Table("Machine and speed", ["", *header], shown, "From the log and the newest checkpoint of each run."),
+            *(
+                [Table("Configs", ["field", *header], differences, "Fields in which the runs differ.")]
+                * bool(differing)
+            ),
+            Table("Settings", ["field", ""], [[f"`{name}`", _cell(value)] for name, value in shared.items()], SHARED),
+        ]
 
     def numbers(self) -> dict[str, Any]:
         """Every run, and the fields in which their configs differ."""
@@ -152,6 +222,43 @@ class Runs(Result):
             ],
             "config_differences": split_configs(self.runs)[0],
         }
+
+
+BETTER = "Best values and their steps. Metrics whose last value is the best are left out."
+SHARED = "Fields of the config that are the same in all runs."
+
+_SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
+    "device": ("device", str),
+    "processes": ("processes", int),
+    "precision": ("precision", str),
+    "torch": ("torch", str),
+    "global_batch": ("batch", int),
+    "images_per_second": ("images per second (median)", rate),
+    "data_wait": ("waiting for data (median)", lambda share: percent(share, 0)),
+    "memory_gib": ("largest memory", "{:.2f} GiB".format),
+    "seconds": ("time", clock),
+}
+"""Keys of `speed` -> their titles and how they are shown."""
+
+
+def _headline(run: Run) -> tuple[str, str] | None:
+    """The last value of the metric that a run is judged by."""
+    names = [name for name in metric_names([run]) if is_judged(name)] or ["loss"]
+    name = "val_top1" if "val_top1" in names else names[0]
+    value, largest = last(run, name), last(run, MAJORITY)
+    beside = "" if largest is None else f" (largest class {largest:.4g})"
+    return None if value is None else (f"{value:.4g}", f"last {spoken(name)}, {run.name}{beside}")
+
+
+def _at(point: Best | None) -> str | None:
+    if point is None:
+        return None
+    epoch = "" if point.epoch is None else f"epoch {point.epoch:g}, "
+    return f"{point.value:.4g} ({epoch}step {point.step:,})"
+
+
+def _cell(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _went(run: Run) -> str:

@@ -30,9 +30,7 @@ PAGES = {
     "PromptAudit": "split.texts_page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
-    "Runs": "runs.page",
     "SplitAudit": "split.page",
-    "StudyResult": "study.page",
     "TextAudit": "texts.page",
 }
 """The class of a result -> the function (module.name, in this package) that makes its page."""

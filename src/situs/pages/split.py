@@ -18,8 +18,7 @@ from situs.audit.split.result import (
 from situs.audit.sweep.ladder import by_strength
 from situs.errors import counted
 from situs.locks.veil import Veil
-from situs.pages.texts import MARKS, PRIVATE, marked
-from situs.pages.texts import SHOWN as TEXTS_SHOWN
+from situs.pages.texts import MARKS, add_reads
 from situs.report import figures
 from situs.report.html import Page, Section, Tone
 from situs.results import Cell, Table, percent
@@ -157,7 +156,7 @@ def _curves(section: Section, audit: SplitAudit) -> None:
 
 def texts_page(audit: text.PromptAudit) -> Page:
     """The page of an audit on texts: what the server reads, word by word if the audit has the texts."""
-    page = Page(f"Split audit of {audit.model}", audit.verdict, PRIVATE if audit.private else "")
+    page = Page(f"Split audit of {audit.model}", audit.verdict)
     attacked = [row for row in audit.findings if row.attacked]
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
@@ -185,9 +184,7 @@ def texts_page(audit: text.PromptAudit) -> Page:
     if audit.private:
         section = page.section("Texts").text(MARKS)
         for row in attacked:
-            section.text(f"{row.defence}:")
-            for read in row.reads[:TEXTS_SHOWN]:
-                section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
+            add_reads(section, row, audit)
     return page.end({name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()})
 
 

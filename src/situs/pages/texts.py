@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from situs.audit.defences.base import CHOOSES
 from situs.audit.text.recovered import UNNAMED, Read
-from situs.audit.text.result import HEADER, MEANING, NAME, TextAudit, cells, reasons, verdict
+from situs.audit.text.result import HEADER, MEANING, NAME, TextAudit, TextFinding, cells, reasons, verdict
 from situs.errors import counted
 from situs.findings import ACTIVE
 from situs.gate import Ruling
@@ -46,18 +46,13 @@ at least as many tokens as the model has channels. Other attacks may still work.
 multiplier of 0.5 or more bounds every attack. Clipping alone does not.
 """
 
-PRIVATE = (
-    "This page shows private sentences and their reconstructions. Protect the page like the sentences, or make the "
-    "page without pictures."
-)
-
 SHOWN = 16
 """Sentences shown per row."""
 
 
 def page(audit: TextAudit) -> Page:
     """The page; with the sentences if the audit has them."""
-    page = Page(f"Gradient audit of {audit.model}", verdict(audit), PRIVATE if audit.private else "")
+    page = Page(f"Gradient audit of {audit.model}", verdict(audit))
     attacked = [row for row in audit.findings if row.attacked]
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
@@ -135,9 +130,14 @@ def _sentences(page: Page, audit: TextAudit) -> None:
         if row.reads and same:
             section.text(f"{row.defence}: the same as {same[0]}.")
         elif row.reads:
-            section.text(f"{row.defence}:")
-            for read in row.reads[:SHOWN]:
-                section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
+            add_reads(section, row, audit)
+
+
+def add_reads(section: Section, row: TextFinding, audit: TextAudit) -> None:
+    """The first sentences of a row, word by word."""
+    section.text(f"{row.defence}:")
+    for read in row.reads[:SHOWN]:
+        section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
 
 
 def marked(read: Read, audit: TextAudit) -> list[tuple[str, str]]:

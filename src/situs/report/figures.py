@@ -11,8 +11,9 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -88,7 +89,7 @@ def colour_bar(figure: Figure, drawn: Any, axes: Axes | list[Axes], text: str, *
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
 
 
-GAP = 0.06  # between cells of a mosaic, as a share of a cell
+GAP = 0.06  # between images in rows, as a share of an image
 _LEVEL = 6  # most columns with horizontal long names
 RESOLUTION = 200  # pixels per inch; the page shows an inch as 100 of its pixels
 
@@ -109,45 +110,31 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def picture(file: Path) -> bytes:
+    """A picture that was drawn before."""
+    return file.read_bytes()
+
+
 def image_rows(rows: Sequence[tuple[str, Any]], titles: Sequence[str] = ()) -> Figure:
-    """Named rows of images [n, C, H, W], blank at the end where a row has fewer; of other than 1 or 3 channels, the
-    first is drawn. titles: above the images of the first row."""
-    columns, (height, width) = max(len(images) for _, images in rows), rows[0][1][0].shape[-2:]
-    shape = max(0.25, min(1.0, height / width))  # wide ones are as high as their squares
-    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9) / columns)
-    high = (cell * shape + 0.2 * (shape < 1)) * len(rows) + 0.3 * bool(titles)
-    figure, axes = canvas(len(rows), columns, cell * columns + 0.9, high)
-    for axis in axes:
-        axis.set_axis_off()
-    for number, (name, images) in enumerate(rows):
-        for column, image in enumerate(images):
-            title = titles[column] if number == 0 and column < len(titles) else ""
-            shown = image if image.shape[0] in (1, 3) else image[:1]
-            draw_image(axes[number * columns + column], shown, title)
-        name_row(axes[number * columns], name)
-    return figure
+    """Named rows of images of one size, [n, C, H, W]; a row may have fewer. titles: above the images.
 
-
-def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
-    """A table whose cells are images, on one pair of axes: a hundred axes would take seconds to lay out.
-
-    images: [len(rows), len(columns), C, H, W], C = 1 or 3, uint8 or floats in [0, 1]; all of one size.
+    Of other than 1 or 3 channels, the first is drawn. All are on one pair of axes: a hundred axes would take seconds to
+    lay out.
     """
-    if len(images) != len(rows) or not rows or any(len(row) != len(columns) for row in images) or not columns:
-        raise SitusError(f"mosaic: the images do not fit {len(rows)} row names and {len(columns)} column names")
-    names = 0.085 * max(map(len, rows)) + 0.35
-    cell = min(1.6, (PAGE_WIDTH - names) / len(columns))
-    height, width = images[0][0].shape[-2:]
+    columns, (height, width) = max(len(images) for _, images in rows), rows[0][1][0].shape[-2:]
+    names = 0.085 * max(len(line) for name, _ in rows for line in name.split("\n")) + 0.35
     tall = height / width
-    figure, (axis,) = canvas(1, 1, cell * len(columns) + names, cell * tall * len(rows) + 0.45)
-    for y, row in enumerate(images):
-        for x, image in enumerate(row):
+    cell = min(1.6 / math.sqrt(max(0.25, min(1.0, tall))), (PAGE_WIDTH - names) / columns)
+    figure, (axis,) = canvas(1, 1, cell * columns + names, cell * tall * len(rows) + 0.45)
+    for y, (_, images) in enumerate(rows):
+        for x, image in enumerate(images):
+            shown = as_picture(image if image.shape[0] in (1, 3) else image[:1])
             at = (x, x + 1 - GAP, (y + 1 - GAP) * tall, y * tall)
-            axis.imshow(as_picture(image), extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    axis.set(xlim=(0, len(columns) - GAP), ylim=((len(rows) - GAP) * tall, 0), aspect="equal")
+            axis.imshow(shown, extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.set(xlim=(0, columns - GAP), ylim=((len(rows) - GAP) * tall, 0), aspect="equal")
     middle = (1 - GAP) / 2
-    axis.set_xticks([x + middle for x in range(len(columns))], list(columns))
-    axis.set_yticks([(y + middle) * tall for y in range(len(rows))], list(rows))
+    axis.set_xticks([x + middle for x in range(len(titles))], list(titles))
+    axis.set_yticks([(y + middle) * tall for y in range(len(rows))], [name for name, _ in rows])
     axis.xaxis.tick_top()
     axis.tick_params(length=0, labelsize=LABEL, labelcolor=INK)
     unframe(axis)
@@ -192,6 +179,7 @@ def curves(
     title: str = "",
     y_limits: tuple[float, float] | None = None,
     x_names: Sequence[str] = (),
+    x_scale: Literal["linear", "log"] = "linear",
     level: tuple[str, float] | None = None,
     bands: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Figure:
@@ -214,6 +202,7 @@ def curves(
         axis.set_ylim(*y_limits)
     if x_names:
         axis.set_xticks(range(len(x_names)), list(x_names))
+    axis.set_xscale(x_scale)
     label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if named:

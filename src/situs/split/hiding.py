@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from situs.locks.groups import entrance_and_exit, residual_only
 from situs.locks.key import AnyKey, Key, as_key, derive, load_key
 from situs.locks.manifest import permutations_of, read_manifest
 from situs.locks.owner import model_groups
-from situs.locks.veil import Cut, Veil, check_veil, parse_veil
+from situs.locks.veil import Cut, Veil, check_veil, deviation, parse_veil
 from situs.split.client import Call, Client
 from situs.split.parts import layout
 from situs.train.checkpoint.files import read_table
@@ -146,9 +145,6 @@ def noise_scale(backbone: Backbone, source: Source, data: DataConfig, device: to
     Images are not augmented. It is measured once, with the initial weights of a training, and never sent.
     """
     plain = replace(data, batch=PIECE, count=None, workers=0)
-    count = total = squares = 0.0
-    for batch in make_loader(plain, None, device, source=Subset(source, SAMPLES)):
-        z = enter(backbone, batch.inputs).z[:, backbone.num_prefix :]
-        z = (z if batch.mask is None else z[batch.mask]).double()
-        count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
-    return math.sqrt((squares - total * total / count) / (count - 1))
+    batches = make_loader(plain, None, device, source=Subset(source, SAMPLES))
+    tokens = ((enter(backbone, batch.inputs).z[:, backbone.num_prefix :], batch.mask) for batch in batches)
+    return deviation(z if mask is None else z[mask] for z, mask in tokens)

@@ -13,7 +13,7 @@ from situs.results import Provenance
 from situs.results import Table as Printed
 from situs.studies.find import find, numbers_of
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
-from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table
+from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table, Value
 from situs.studies.plan import cell_of, load_study, point_of, study_file, study_names, times_of
 from situs.studies.result import Cell, Drawn, Ended, StudyResult
 from situs.studies.words import nameless
@@ -25,12 +25,6 @@ Lookup = Callable[[str, str, bool], tuple[dict[int, Any], str]]
 """Job, figure and whether it is a list of numbers -> values by seed, and why some are missing."""
 
 
-def _nothing(job: str, figure: str, listed: bool) -> tuple[dict[int, Any], str]:
-    """Without a folder: the numbers are those of the file."""
-    del job, figure, listed
-    return {}, ""
-
-
 def read_study(folder: str | Path) -> StudyResult:
     """A study's folder with its present numbers; or a study by its name or file, with earlier numbers."""
     if Path(folder).is_dir():
@@ -38,7 +32,7 @@ def read_study(folder: str | Path) -> StudyResult:
     study = load_study(folder, configs=False)
     measured = study.measured
     scale, seeds = (measured.scale, measured.seeds) if measured else (PAPER, study.seeds)
-    rows, lines = _filled(study, _nothing)
+    rows, lines = _filled(study, None)
     return StudyResult(study_file(folder).stem, study, scale, seeds, (), rows, lines, provenance=_provenance(study))
 
 
@@ -52,8 +46,8 @@ def read_folder(folder: StudyFolder) -> StudyResult:
     return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=provenance)
 
 
-def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
-    """The cells of every table, the lines of every figure."""
+def _filled(study: Study, lookup: Lookup | None) -> tuple[Any, Any]:
+    """The cells of every table, the lines of every figure. lookup: None for the earlier numbers of the file."""
     rows = tuple(
         tuple(tuple(_known(table, r, c, lookup) for c in range(len(table.columns))) for r in range(len(table.rows)))
         for table in study.tables
@@ -71,40 +65,39 @@ def _provenance(study: Study, states: Sequence[Mapping[str, Any]] = ()) -> Prove
     return Provenance({**facts, **({"machines": "; ".join(dict.fromkeys(machine_names))} if machine_names else {})})
 
 
-def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:
+def _known(table: Table, r: int, c: int, lookup: Lookup | None) -> Cell:
     row, column = table.rows[r], table.columns[c]
-    job, figure = cell_of(table, row, c)
-    times = times_of(
-        column.unit if row.unit is None else row.unit, row.times if row.times is not None else column.times
+    unit, times, digits, reading = (
+        getattr(column if getattr(row, name) is None else row, name) for name in ("unit", "times", "digits", "reading")
     )
+    paper, ours = (values[c] if values else "" for values in (row.paper, row.ours))
+    return _cell(lookup, *cell_of(table, row, c), times_of(unit, times), paper, ours, digits, reading)
+
+
+def _cell(
+    lookup: Lookup | None, job: str, figure: str, times: float, paper: Value, ours: Value, digits: int, reading: float
+) -> Cell:
+    """A cell with the numbers of its job, or with those measured earlier."""
+    if lookup is None:
+        values = {} if isinstance(ours, str) else {0: float(ours)}
+        return Cell(job, paper, values, digits, reading)
     by_seed, why = lookup(job, figure, False) if job else ({}, "")
-    values = {seed: times * value for seed, value in by_seed.items()}
-    if lookup is _nothing and row.ours and not isinstance(row.ours[c], str):
-        values = {0: float(row.ours[c])}
-    digits = column.digits if row.digits is None else row.digits
-    reading = column.reading if row.reading is None else row.reading
-    return Cell(job, row.paper[c] if row.paper else "", values, digits, reading, why)
+    return Cell(job, paper, {seed: times * value for seed, value in by_seed.items()}, digits, reading, why)
 
 
-def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
-    times = times_of(curves.unit, curves.times)
+def _drawn(curves: Curves, line: Line, lookup: Lookup | None) -> Drawn:
+    times, how = times_of(curves.unit, curves.times), (curves.digits, curves.reading)
     points: list[tuple[float, Cell]] = []
-    if line.over:
+    if line.over and lookup is not None:
         job, figure = point_of(line, 0)
         (xs, _), (ys, why) = lookup(job, line.over, True), lookup(job, figure, True)
         of = {seed: dict(zip(xs[seed], y, strict=True)) for seed, y in ys.items() if len(xs.get(seed, ())) == len(y)}
         for x in sorted({x for axis in xs.values() for x in axis}):  # a seed may have fewer of them
             values = {seed: times * line_of[x] for seed, line_of in of.items() if x in line_of}
             points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
-        return Drawn(line.name, tuple(points))
     for index, x in enumerate(line.at):
-        job, figure = point_of(line, index)
-        by_seed, why = lookup(job, figure, False) if job else ({}, "")
-        values = {seed: times * value for seed, value in by_seed.items()}
-        if lookup is _nothing and line.ours and not isinstance(line.ours[index], str):
-            values = {0: float(line.ours[index])}
-        paper = line.paper[index] if line.paper else ""
-        points.append((x, Cell(job, paper, values, curves.digits, curves.reading, why)))
+        paper, ours = (values[index] if values else "" for values in (line.paper, line.ours))
+        points.append((x, _cell(lookup, *point_of(line, index), times, paper, ours, *how)))
     return Drawn(line.name, tuple(points))
 
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from situs.errors import counted, verb
 from situs.progress import clock
-from situs.results import Result, Summary
+from situs.results import Figure, Result, Summary, Tone
 from situs.results import Table as Printed
 from situs.studies.folder import DONE, FAILED, NOT_FINITE, TAKEN
-from situs.studies.form import PAPER, Curves, Study, Table, Value
+from situs.studies.form import PAPER, PAPERS, Curves, Study, Table, Value
 
 NOTHING = "–"
 WIDE = 3
@@ -123,12 +123,56 @@ class StudyResult(Result):
                 for x, cell in line.points:
                     yield f"{line.name} at {curves.x} {x:g}", cell
 
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return self.study.title
+
+    @property
+    def meaning(self) -> str:
+        """What the table shows, and what our numbers are."""
+        where = f"{PAPERS[self.study.paper]}, {self.study.place}. " if self.study.paper else ""
+        ours = "Ours: the mean over the seeds ± the standard deviation."
+        return f"{where}{self.study.shows}\n\n{ours} The difference is our number minus the paper's number."
+
+    @property
+    def done(self) -> int:
+        """How many jobs have a result."""
+        return sum(task.state in (DONE, TAKEN) for task in self.tasks)
+
+    @property
+    def tone(self) -> Tone | None:
+        """Unsure while jobs are left."""
+        return "unsure" if self.done < len(self.tasks) else None
+
+    @property
+    def mark(self) -> str:
+        """The tone in words."""
+        return "Not all jobs are done"
+
+    def figures(self) -> list[Figure]:
+        """The lines of each figure, and pictures that jobs drew."""
+        pairs = enumerate(zip(self.study.curves, self.lines, strict=True))
+        drawn = [Figure("", title, "figures.picture", (file,), section="Pictures") for title, file in self.drawn]
+        jobs = Figure("", "", "bars", ({"jobs done": self.done, "jobs in all": len(self.tasks)}, "jobs"))
+        curves = [figure for number, pair in pairs if (figure := _lines(*pair, number)) is not None]
+        return [*(curves or [jobs]), *drawn]
+
+    def details(self) -> list[Printed]:
+        """The state of each job."""
+        rows = [
+            [task.name, task.state, None if task.seconds is None else clock(task.seconds), task.why or None]
+            for task in self.tasks
+        ]
+        return [Printed("Jobs", ["job", "state", "time", "why"], rows)] if rows else []
+
     def summary(self) -> Summary:
         """Progress and agreement with the paper; a table for each of the paper's; notes."""
         tables = [_printed(table, rows) for table, rows in zip(self.study.tables, self.rows, strict=True)]
         for curves, lines in zip(self.study.curves, self.lines, strict=True):
             tables += _points(curves, lines)
-        return Summary(f"{self._progress()}{self._nearness()}", tuple(tables), tuple(self._notes()))
+        jobs = ((f"{self.done} of {len(self.tasks)}", "jobs done"),)
+        return Summary(f"{self._progress()}{self._nearness()}", tuple(tables), tuple(self._notes()), jobs)
 
     @property
     def unread(self) -> list[str]:
@@ -271,3 +315,24 @@ def _points(curves: Curves, lines: Sequence[Drawn]) -> Iterator[Printed]:
         header, body = [*header[:2], name], [[*row[:2], row[3]] for row in body]
     if body:
         yield Printed(curves.title or curves.y, header, body)
+
+
+def _lines(curves: Curves, lines: Sequence[Drawn], number: int) -> Figure | None:
+    """The paper's lines and ours; None if there are no numbers."""
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    alone = not any(line.paper for line in curves.lines)
+    for line in lines:
+        paper = [(x, float(cell.paper)) for x, cell in line.points if not isinstance(cell.paper, str)]
+        ours = [(x, cell.mean) for x, cell in line.points if cell.mean is not None]
+        for name, points in ((f"{line.name}, paper", paper), (line.name if alone else f"{line.name}, ours", ours)):
+            if points:
+                series[name] = ([x for x, _ in points], [y for _, y in points])
+    if not series:
+        return None
+    read = f" The paper's numbers were read from its figure (± {curves.reading:g})." if curves.reading else ""
+    caption = f"{curves.y[:1].upper()}{curves.y[1:]} over {curves.x}.{read}"
+    values, options = (
+        (series, curves.x, _named(curves.y, curves.unit)),
+        {"title": curves.title, "x_scale": curves.scale},
+    )
+    return Figure(f"curves{number or ''}", caption, "figures.curves", values, options, "Curves")

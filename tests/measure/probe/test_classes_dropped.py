@@ -69,7 +69,7 @@ def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
     found = probe_position(backbone, *shown, unknown, weight_decays=(1e-4,))
     assert found.score.accuracy > 0.95
     assert found.distance < 0.2
-    assert (found.score.count, found.train_count, len(found.score.counts)) == (60 * 12, 60, 16)
+    assert (found.score.count, found.train_count, len(found.score.answers)) == (60 * 12, 60, 16)
     blind = probe_position(backbone, batches(60), batches(60, 100), unknown, weight_decays=(0.1,))
     assert abs(blind.score.accuracy - 1 / 16) < 4.5 * (1 / 16 * 15 / 16 / (60 * 12)) ** 0.5
     assert blind.distance > 1.5

@@ -63,8 +63,6 @@ def test_score_counts_by_hand() -> None:
     found = score(linear, [(inputs, labels)], 4)
     said = linear(inputs).argmax(dim=1)
     for true in range(4):
-        assert found.counts[true] == int((labels == true).sum())
-        assert found.hits[true] == int(((labels == true) & (said == true)).sum())
         for guess in range(4):
             assert found.answers[true, guess] == int(((labels == true) & (said == guess)).sum())
     assert found.count == 60

@@ -243,7 +243,7 @@ def position_grid(
     check_values("position_ratios", position_ratios, "(0, 1]")
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
     solved = _solve(method, batches, settings, seed, precision)
-    cells = [GridCell(*setting, *solved.cells[setting], solved.top5.get(setting)) for setting in settings]
+    cells = [GridCell(*setting, *solved.cells[setting]) for setting in settings]
     return PositionGrid(tuple(cells), solved.count, math.prod(method.grid), method.trained_ratios)
 
 
@@ -261,7 +261,7 @@ def position_curve(
     """
     solved = _solve(method, batches, [(ratio,) for ratio in ratios], seed, precision)
     shares = {ratio: solved.share((ratio,)) for ratio in ratios}
-    top5 = {ratio: solved.top5[ratio,] for ratio in ratios}
+    top5 = {ratio: solved.cells[ratio,].top5 or 0.0 for ratio in ratios}
     places, trained = math.prod(method.grid), method.trained_ratios
     hints = {"anchors": solved.hint_ratio, "trained_anchors": method.hint_ratio}
     return PositionCurve(shares, solved.count, places, *trained, top5=top5, **hints)
@@ -275,23 +275,29 @@ def position_accuracy(
     return _solve(method, batches, [ratios], seed, precision).share(ratios)
 
 
+class _Cell(NamedTuple):
+    """Puzzles at some ratios: patches visible and tested; the share predicted right, or why not; the share whose place
+    is among the first five."""
+
+    visible: int | None = None
+    tested: int | None = None
+    right: float | None = None
+    reason: str | None = None
+    top5: float | None = None
+
+
 class _Solved(NamedTuple):
-    """cells: ratios -> patches visible, patches tested, share predicted right, or why not. count: samples.
+    """cells: by ratios. count: samples. hint_ratio: share of the tested patches that had their position as a hint."""
 
-    hint_ratio: share of the tested patches that had their position as a hint. top5: ratios -> share of the tested
-    patches whose place is among the first five.
-    """
-
-    cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]]
+    cells: dict[tuple[float, ...], _Cell]
     count: int
     hint_ratio: float
-    top5: dict[tuple[float, ...], float]
 
     def share(self, ratios: tuple[float, ...]) -> float:
-        *_, share, reason = self.cells[ratios]
-        if share is None:
-            raise SitusError(str(reason))
-        return share
+        cell = self.cells[ratios]
+        if cell.right is None:
+            raise SitusError(str(cell.reason))
+        return cell.right
 
 
 def _solve(
@@ -299,15 +305,15 @@ def _solve(
 ) -> _Solved:
     """The method's puzzles at several ratios, solved in one pass over the samples of all ranks."""
     views: dict[tuple[float, ...], SolvesPuzzles] = {}
-    cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
+    cells: dict[tuple[float, ...], _Cell] = {}
     check_values("ratios", [setting[0] for setting in settings], "[0, 1)")
     for setting in settings:
         try:
             views[setting] = method.at(*setting)
         except SitusError as error:
-            cells[setting] = None, None, None, str(error)
+            cells[setting] = _Cell(reason=str(error))
     if not views:
-        raise SitusError(f"nothing can be measured: {cells[settings[0]][-1]}")
+        raise SitusError(f"nothing can be measured: {cells[settings[0]].reason}")
     sums = Total()
     shapes: dict[tuple[float, ...], tuple[int, int]] = {}
     hint_ratio = 0.0
@@ -322,7 +328,6 @@ def _solve(
                 hits += [puzzle.right.sum().double(), (puzzle.ranks < TOP).sum().double()]
             sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))
     *hits, count = sums.over_ranks().tolist()
-    top5 = {}
     for (setting, (visible, tested)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
-        cells[setting], top5[setting] = (visible, tested, right / (count * tested), None), near / (count * tested)
-    return _Solved(cells, int(count), hint_ratio, top5)
+        cells[setting] = _Cell(visible, tested, right / (count * tested), None, near / (count * tested))
+    return _Solved(cells, int(count), hint_ratio)

@@ -272,7 +272,7 @@ class PositionProbes(Probes[PositionProbe]):
         first, last = probes[0], probes[-1]
         sentence = (
             f"A linear classifier predicts the right position for {percent(first.score.accuracy, 2)} of the patches "
-            f"without a position (chance {percent(1 / len(first.score.counts), 2)}), with a mean error of "
+            f"without a position (chance {percent(1 / len(first.score.answers), 2)}), with a mean error of "
             f"{first.distance:.2f} patches."
         )
         if len(probes) > 1:
@@ -294,9 +294,9 @@ class PositionProbes(Probes[PositionProbe]):
         """The accuracy of each model, and of each place."""
         places = math.prod(self.grid)
         shares = {name: 100 * probe.score.accuracy for name, probe in self.probes.items()}
+        by_class = {name: ByClass.of(probe.score.answers) for name, probe in self.probes.items()}
         maps = {
-            name: (100 * probe.score.hits.double() / probe.score.counts.clamp(min=1)).reshape(self.grid)
-            for name, probe in self.probes.items()
+            name: (100 * by.hits.double() / by.counts.clamp(min=1)).reshape(self.grid) for name, by in by_class.items()
         }
         labels = ("column of the patch", "row of the patch", "positions predicted right, %")
         values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
@@ -408,7 +408,9 @@ def probe_position(
         scores = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
     distance_of = distances(grid)
     error = float((scores.answers.double() * distance_of).sum() / scores.count)
-    guess = float((scores.counts.double() @ distance_of).min() / scores.count)  # always predicting the best place
+    guess = float(
+        (scores.answers.sum(dim=1).double() @ distance_of).min() / scores.count
+    )  # always predicting the best place
     return PositionProbe(scores, fitted, len(groups.unique()), error, guess, unknown.words)
 
 

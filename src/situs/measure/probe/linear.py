@@ -63,16 +63,6 @@ class Score:
     count: int
     answers: Tensor
 
-    @property
-    def hits(self) -> Tensor:
-        """Right answers of each class, [C]."""
-        return self.answers.diagonal()
-
-    @property
-    def counts(self) -> Tensor:
-        """Rows of each class, [C]."""
-        return self.answers.sum(dim=1)
-
 
 @dataclass(frozen=True)
 class Tried:

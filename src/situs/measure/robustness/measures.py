@@ -19,27 +19,8 @@ from torch import Tensor
 
 from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
-from situs.measure.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, describe
+from situs.measure.corruptions import ALEXNET, CORRUPTIONS, GROUPS, SEVERITIES, describe
 from situs.results import Cell, Figure, Result, Summary, Table, percent, points
-
-ALEXNET = {
-    "gaussian_noise": 0.886,
-    "shot_noise": 0.894,
-    "impulse_noise": 0.923,
-    "defocus_blur": 0.820,
-    "glass_blur": 0.826,
-    "motion_blur": 0.786,
-    "zoom_blur": 0.798,
-    "snow": 0.867,
-    "frost": 0.827,
-    "fog": 0.819,
-    "brightness": 0.565,
-    "contrast": 0.853,
-    "elastic_transform": 0.646,
-    "pixelate": 0.718,
-    "jpeg_compression": 0.607,
-}
-"""AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
 
 IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
@@ -243,7 +224,6 @@ class Robustness(Result):
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
         )
         assert self.pictures is not None
-        shown = self.pictures if self.pictures.shape[2] in (1, 3) else self.pictures[:, :, :1]
         titles = [*["clean"] * (self.published is None), *(f"severity {severity}" for severity in severities)]
         caption = f"The first image of each folder of {self.published}."
         if self.published is None:
@@ -251,8 +231,9 @@ class Robustness(Result):
                 f"The first image of the set with each corruption, as the model saw it. {MADE_HERE} Strengths: "
                 f"{describe(self.side)}."
             )
-        looks = Figure("corruptions", caption, "figures.mosaic", (shown, names, titles),
-                       section="Examples of the corruptions")  # fmt: skip
+        rows = list(zip(names, self.pictures, strict=True))
+        title = "Examples of the corruptions"
+        looks = Figure("corruptions", caption, "figures.image_rows", (rows, titles), section=title)
         return [*([self._over_severity(severities)] if len(severities) > 1 else []), accuracy, looks]
 
     def _over_severity(self, severities: list[int]) -> Figure:

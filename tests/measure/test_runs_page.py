@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from situs.measure.runs import Run, Runs
-from situs.pages.runs import page
+from situs.pages import make_page as page
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -53,40 +53,31 @@ def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
     assert ["0.5 (epoch 1, step 2)", "0.75 (epoch 0.5, step 1)"] in [row[1:] for row in rows(text)]
 
 
-def test_the_best_epoch_of_each_held_out_metric_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: dict[str, Any] = {}
-    keep = lambda panels, _, marks=None: drawn.update({(*panels,): marks})  # noqa: E731
-    monkeypatch.setattr("situs.pages.runs.curve_panels", keep)
+def test_the_best_epoch_of_each_held_out_metric_is_marked() -> None:
     peaked = run("peaked", accuracy=(0.25, 0.75, 0.5))
     probed = [
         {**line, "knn_accuracy": 0.9 - line["loss"] / 10, "position_accuracy": 0.1, "val_perplexity": line["step"]}
         for line in peaked.records
     ]
-    page(Runs([replace(peaked, records=probed)]))
-    assert drawn == {
-        ("val top1", "knn accuracy", "val perplexity"): {
-            "val top1": {"peaked": (1.0, 0.75)},
-            "knn accuracy": {"peaked": (1.5, 0.8)},
-            "val perplexity": {"peaked": (0.5, 1)},  # the lowest
-        },
-        ("loss", "position accuracy"): None,
+    held_out, training = Runs([replace(peaked, records=probed)]).figures()
+    assert [*held_out.values[0]] == ["val top1", "knn accuracy", "val perplexity"]
+    assert held_out.options["marks"] == {
+        "val top1": {"peaked": (1.0, 0.75)},
+        "knn accuracy": {"peaked": (1.5, 0.8)},
+        "val perplexity": {"peaked": (0.5, 1)},  # the lowest
     }
+    assert [*training.values[0]] == ["loss", "position accuracy"] and "marks" not in training.options
 
 
-def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
+def test_configs_show_where_they_differ_and_then_the_rest() -> None:
     same = {"data": {"batch": 64}, "seed": 3}
-    text = text_of(run("one", lr=0.1, **same), run("two", lr=0.2, **same))
-    assert ["<code>lr</code>", "0.1", "0.2"] in rows(text)
-    assert not any("seed" in cell for row in rows(text) for cell in row)
-    folded = re.findall(r"<details.*?</details>", text, re.DOTALL)
-    assert "seed = 3" in folded[-1] and "data.batch = 64" in folded[-1] and "lr" not in folded[-1]
-    assert "The configs are equal in every field." in text_of(run("one", **same), run("two", **same))
-    assert "equal in every field" not in text_of(run("one", **same))
+    cells = rows(text_of(run("one", lr=0.1, **same), run("two", lr=0.2, **same)))
+    assert ["<code>lr</code>", "0.1", "0.2"] in cells and ["<code>seed</code>", "3"] in cells
+    assert ["<code>data.batch</code>", "64"] in cells
+    assert "Fields in which the runs differ" not in text_of(run("one", **same), run("two", **same))
 
 
 def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
     waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False)
-    text = text_of(run("old"), waiting)
-    assert "Nothing logged yet: new." in text
-    assert "The device is unknown" in text
-    assert "Nothing logged yet" not in text_of(run("old"))
+    assert "has logged nothing yet" in text_of(run("old"), waiting)
+    assert "has logged nothing yet" not in text_of(run("old"))
