@@ -64,6 +64,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.parametrize("reason", [KeyboardInterrupt("now"), PermissionError(13, "Permission denied")])
+def test_a_write_that_does_not_begin_gives_its_own_reason(
+    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no draft then to be removed."""
+
+    def fails(*_: object) -> None:
+        raise reason
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        with pytest.raises(type(reason)) as caught:
+            write_text(tmp_path / "config.json", "new")
+    assert caught.value is reason and not list(tmp_path.iterdir())
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from builders import small_vit
@@ -35,6 +37,26 @@ def test_cosines_are_scipys_and_the_prior_has_each_images_own_energy() -> None:
     assert all(len(each.unique()) <= RINGS + 1 for each in prior.variance.flatten(0, 1))
     one = torch.rand(1, 1, 8, 6, dtype=torch.float64)
     assert own_prior(one).root(one).shape == one.shape  # of one channel, and no square
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(3, 8, 8), (1, 8, 6), (2, 5, 16), (1, 1, 1), (1, 1, 4)])
+def test_the_prior_is_the_mean_energy_of_rings_of_frequency(channels: int, height: int, width: int) -> None:
+    """Cosine by cosine; the rings are as wide as one another in the logarithm of frequency."""
+    images = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1)).double()
+    grey = torch.tensor([[1.0, 1, 1], [1, 0, -1], [1, -2, 1]], dtype=torch.float64)
+    colours = grey / grey.norm(dim=1, keepdim=True) if channels == 3 else torch.eye(channels, dtype=torch.float64)
+    energy = dctn(torch.einsum("dc,bchw->bdhw", colours, images).numpy(), axes=(2, 3), norm="ortho") ** 2
+    radius = {(i, j): math.hypot(i / height, j / width) for i in range(height) for j in range(width)}
+    lowest = min((r for r in radius.values() if r > 0), default=1.0)
+    rings: dict[int, list[tuple[int, int]]] = {}
+    for place, r in radius.items():
+        width_of_rings = math.log(2**0.5 / lowest) / (RINGS - 1)
+        rings.setdefault(1 + math.floor(math.log(r / lowest) / width_of_rings + 1e-9) if r else 0, []).append(place)
+    variance = own_prior(images).variance
+    for ring in rings.values():
+        down, across = zip(*ring, strict=True)
+        mean = torch.from_numpy(energy[:, :, down, across].mean(-1))
+        torch.testing.assert_close(variance[:, :, down, across], mean.unsqueeze(-1).expand(-1, -1, len(ring)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")

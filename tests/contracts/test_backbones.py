@@ -266,3 +266,16 @@ def test_refusals_are_sentences(name: str) -> None:
     else:
         with pytest.raises(SitusError, match="no tokens"):
             backbone.embed(images(backbone))
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_erased_positions_are_no_positions_but_for_the_kinds_that_stay(name: str) -> None:
+    backbone = make(name)
+    x = torch.randn(1, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
+    kinds, tokens = backbone.positions().kinds, backbone.embed(x)
+    blind = backbone.encode(tokens, None).patches
+    assert not torch.allclose(backbone.encode(tokens, backbone.positions()).patches, blind, rtol=0, atol=1e-6)
+    remaining = backbone.erase_positions()
+    assert remaining == tuple(kind for kind in kinds if kind == "rotary")
+    erased = backbone.encode(tokens, backbone.positions()).patches
+    assert torch.allclose(erased, blind, rtol=0, atol=TOLERANCE) == (not remaining)

@@ -1,4 +1,4 @@
-"""The defaults of every config: what somebody gets who sets nothing."""
+"""The defaults of every config and of every flag beside them: what somebody gets who sets nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import situs
+from situs.cli.main import VERBS, verb_type
+from situs.cli.parser.flags import flags_of
 from situs.config import Checked
 
 ROOT = Path(situs.__file__).parent
@@ -27,10 +30,21 @@ def configs() -> Iterator[type[Checked]]:
             yield kind
 
 
+def written(value: Any) -> str:
+    """As Python writes it; a path as it is on every system."""
+    return f"Path({value.as_posix()!r})" if isinstance(value, Path) else repr(value)
+
+
 def record() -> dict[str, str]:
-    """Class and field -> the default, as Python writes it."""
-    return {
-        f"{kind.__module__}.{kind.__qualname__}.{field.name}": repr(field.default)
+    """Class and field, or verb and flag -> the default, as Python writes it."""
+    flags = {
+        f"situs {verb} {flag.name}": written(flag.default)
+        for verb in VERBS
+        for flag in flags_of(verb_type(verb))
+        if flag.in_args and flag.default is not MISSING
+    }
+    return flags | {
+        f"{kind.__module__}.{kind.__qualname__}.{field.name}": written(field.default)
         for kind in configs()
         for field in fields(kind)
         if field.default is not MISSING

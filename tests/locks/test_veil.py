@@ -120,6 +120,19 @@ def test_batch_shuffle_leaves_prefix_rows_and_is_undone() -> None:
     assert torch.equal(z.grad, 2 * weight)
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("none", 0), ("noise=0.2", 0), ("lowpass=0.3", 0), ("batch-shuffle", 6), ("batch-shuffle=2", 2)]
+)
+def test_how_many_samples_exchange_their_tokens(text: str, count: int) -> None:
+    assert parse_veil(text).exchanging(6) == count
+    drawn = parse_veil(text).draw(secret_words(KEY, "exchange"), (6, 5, 4), 1, (2, 2))
+    if not count:
+        assert "defence" not in drawn or drawn["defence"].dim() > 1  # noise, or a filter
+        return
+    order = drawn["defence"].view(6, 4)
+    assert torch.equal((order // 4) // count, torch.arange(6).view(6, 1).expand(6, 4) // count)
+
+
 def test_the_words_for_a_defence() -> None:
     for text in ("none", "noise=0.5", "lowpass=0.25", "batch-shuffle", "batch-shuffle=8"):
         assert str(parse_veil(text)) == text

@@ -6,6 +6,8 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from situs.config import from_dict
 from situs.errors import SitusError
 from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
-from situs.models.data import load_bank, load_set, made_with
+from situs.models.data import check_classes, check_labels, load_bank, load_set, made_with, top1_reason
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
 
@@ -154,6 +156,47 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
     assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data
     kept = replace(inherited, data=replace(inherited.data, path=str(flat)))
     assert finetune_config(kept, run, None).data.held_out == 0.25
+
+
+CLASSES = ("cat", "dog", "owl")
+
+
+@pytest.mark.parametrize(
+    ("known", "there", "reason"),
+    [
+        (CLASSES, CLASSES, None),
+        (None, CLASSES, None),
+        (CLASSES, ("cat", "fox", "ape"), "class 'dog' of the model is 'fox' in the data"),
+        (CLASSES, CLASSES[::-1], "class 'cat' of the model is 'owl' in the data"),
+        (CLASSES, CLASSES[:2], "the data has 2 classes, but the model has 3"),
+        (CLASSES[:1], CLASSES, "the data has 3 classes, but the model has 1"),
+        (CLASSES, None, "pets: has no labels to compare with"),
+    ],
+)
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_classes_of_data_are_those_of_the_classifier(
+    known: tuple[str, ...] | None, there: tuple[str, ...] | None, reason: str | None, multi_label: bool
+) -> None:
+    source = SimpleNamespace(name="pets", things="images", multi_label=multi_label)
+    loader: Any = SimpleNamespace(classes=there, source=source)
+    model: Any = SimpleNamespace(name="vit", classes=known, multi_label=multi_label, classifier=True)
+    if reason is None:
+        check_classes(model, loader, multi_label=True)
+    else:
+        with pytest.raises(SitusError, match=f"^pets: .*{reason.removeprefix('pets: ')}$") as caught:
+            check_classes(model, loader, multi_label=True)
+        assert "data" in caught.value.field
+    why = {None: None, "pets: has no labels to compare with": "the data has no labels"}
+    other = "the data's classes differ from those that the model was trained on"
+    several = "the data is multi-label" if multi_label and there else None
+    assert top1_reason(model, loader) == (several or why.get(reason, other))
+    if multi_label and there is not None:
+        with pytest.raises(SitusError, match="is multi-label, but only single-label"):
+            check_labels(loader)
+    if known and there:
+        model.multi_label = not multi_label
+        with pytest.raises(SitusError, match=r"^pets: is (single|multi)-label, but vit is (multi|single)-label$"):
+            check_classes(model, loader, multi_label=True)
 
 
 def test_an_unknown_option_is_one_sentence(flat: Path, run: Path) -> None:

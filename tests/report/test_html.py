@@ -209,6 +209,18 @@ def test_bars_say_their_numbers_to_who_cannot_see_them() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "figures"),
+    [
+        (0.12345, "0.123"), (9.994, "9.99"), (10.0, "10.0"), (-12.34, "-12.3"), (999.94, "999.9"),
+        (1000.0, "1,000"), (-1000.0, "-1,000"), (1234.5, "1,234"), (7, "7"), (12345, "12,345"),
+    ],
+)  # fmt: skip
+def test_a_bar_has_as_many_figures_as_tell_something(value: float, figures: str) -> None:
+    read = Reader(Section("s").bars({"a": value}, "ms").blocks[0])
+    assert read.values("aria-label") == [f"a: {figures} ms"]
+
+
 def test_more_bars_than_fit_are_named_and_not_dropped_in_silence() -> None:
     block = Section("s").bars({f"b{place}": float(9 - place) for place in range(10)}, "dB", "By attack.").blocks[0]
     assert Reader(block).values("class").count("bar") == 8 and "b7" in block and "b8" not in block

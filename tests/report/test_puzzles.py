@@ -33,6 +33,7 @@ def test_marks_cover_their_patches_and_no_others() -> None:
     segments = np.array(outline.get_segments())
     assert len(segments) == 6  # around two cells side by side, the line between them left out
     assert segments[..., 0].max() == 8
+    assert not outline.get_clip_on()  # along the border of the image it is as wide as elsewhere
     assert segments[..., 1].max() == 4
     assert not figure.axes[1].patches
 

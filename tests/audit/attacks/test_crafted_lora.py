@@ -94,6 +94,20 @@ def test_of_a_batch_the_images_between_edges_are_read_and_no_mixture_is_called_o
     assert alone >= 1
 
 
+def test_a_bright_image_alone_is_in_one_interval_and_a_dark_one_in_none() -> None:
+    """Also one that is above both edges."""
+    model = lora(depth=9)
+    attack, _ = written(model, 6)
+    reading = attack.planned(model, 6)
+    assert reading.edges == 2
+    images = 0.3 * photographs(13, 100) + torch.linspace(-1, 2, 13).view(-1, 1, 1, 1)
+    intervals = []
+    for image in images.split(1):
+        upload = victim_gradients(model, image, torch.tensor([3]))
+        intervals.append(sum(map(len, attack.read(model, reading, upload, 6))))
+    assert intervals[:5] == [0] * 5 and intervals[-3:] == [1] * 3 and max(intervals) == 1
+
+
 def test_where_three_places_are_read_no_mixture_is_called_one() -> None:
     """Three unknowns fit three places, whatever was read."""
     model = lora(depth=2, heads=3)
