@@ -18,14 +18,15 @@ ROOT = Path(situs.__file__).parent
 
 def configs() -> Iterator[type[Checked]]:
     """Every config that Situs itself defines, by its place."""
-    for path in sorted(ROOT.rglob("*.py")):
-        if "(Checked" in path.read_text(encoding="utf-8"):
-            parts = ("situs", *path.relative_to(ROOT).with_suffix("").parts)
-            import_module(".".join(part for part in parts if part != "__init__"))
-    kinds = list(Checked.__subclasses__())
+    files = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+    kinds = [Checked]
     for kind in kinds:
+        for path, text in files.items():
+            if f"({kind.__name__}" in text:
+                parts = ("situs", *path.relative_to(ROOT).with_suffix("").parts)
+                import_module(".".join(part for part in parts if part != "__init__"))
         kinds += [other for other in kind.__subclasses__() if other not in kinds]
-    for kind in kinds:
+    for kind in kinds[1:]:
         if kind.__module__.startswith("situs.") and vars(import_module(kind.__module__)).get(kind.__name__) is kind:
             yield kind
 
