@@ -15,15 +15,15 @@ from situs.audit.run import FINDS, Card, run
 from situs.audit.scores import baselines
 from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
 from situs.audit.split.result import SplitAudit, exposures_of
-from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places
+from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places, open_base
 from situs.audit.sweep.ladder import TOKEN_LADDERS
+from situs.backbones.base import Backbone
 from situs.config import checks_arguments
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name
 from situs.findings import Finding
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil, parse_veils
-from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
 from situs.train.run import is_run
@@ -192,7 +192,8 @@ def _stage(
     reason = None if loader.classes is None else top1_reason(model, loader)
     if reason is None and model.multi_label:
         reason = "the model predicts several classes per image, but the data has one class per image"
-    old = None if base is None else _opened_base(base, model, seed)
+    sized = {} if base is None or not isinstance(base, str | Path) or is_run(base) else {"img_size": model.data.size}
+    old = None if base is None else open_base(base, model, seed, _shape, **sized)
     stage = Stage(
         model, inputs[mixed], public, loader.mean, loader.std, old=old, labels=named, unnamed=reason, seed=seed
     )
@@ -200,22 +201,8 @@ def _stage(
     return stage, made_with(model, loader, seed, more=attacked)
 
 
-def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
-    """The model before fine-tuning, for images of the same size; refused where its shape differs."""
-    sized = isinstance(base, str | Path) and not is_run(base)
-    old = open_model(base, img_size=model.data.size, seed=seed, device=model.device) if sized else opened(base, seed)
-    ours, theirs = (
-        (opened_model.backbone.grid, opened_model.backbone.num_prefix, opened_model.backbone.dim)
-        for opened_model in (model, old)
-    )
-    if ours != theirs:
-        shape = "a grid of {}, {} prefix tokens and {} channels".format
-        raise SitusError(
-            f"{old.name}: has {shape(*theirs)}, but {model.name} has {shape(*ours)}; the base must be the model "
-            "before fine-tuning",
-            field="base",
-        )
-    return old
+def _shape(backbone: Backbone) -> str:
+    return f"has a grid of {backbone.grid}, {backbone.num_prefix} prefix tokens and {backbone.dim} channels"
 
 
 def _trained_under(stage: Stage) -> Veil | None:

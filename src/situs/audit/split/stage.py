@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted
 from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.veil import Veil, Words, exchange
-from situs.models import Model
+from situs.models import Model, open_model
+from situs.models.data import AnyModel, opened
 
 PIECE = 32
 """Samples that are embedded at a time."""
@@ -62,6 +64,18 @@ def check_places(backbone: Backbone) -> None:
     """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(f"{backbone.name}: rows cannot be permuted here, so there is nothing to attack: {why}")
+
+
+def open_base(base: AnyModel, model: Model, seed: int, shape: Callable[[Backbone], str], **options: Any) -> Model:
+    """The model before fine-tuning, which an attacker knows; refused where its shape, in words, differs. options: of
+    `open_model`."""
+    named = isinstance(base, str | Path)
+    old = opened(open_model(base, seed=seed, device=model.device, **options) if named else base, seed)
+    ours, theirs = shape(model.backbone), shape(old.backbone)
+    if ours != theirs:
+        reason = f"{old.name}: {theirs}, but {model.name} {ours}; the base must be the model before fine-tuning"
+        raise SitusError(reason, field="base")
+    return old
 
 
 @torch.no_grad()

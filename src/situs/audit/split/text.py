@@ -25,11 +25,12 @@ from situs.audit.split.prompts import (
     study,
     under_noise,
 )
-from situs.audit.split.stage import counted_words
+from situs.audit.split.stage import counted_words, open_base
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, reasons, verdict_of
 from situs.audit.text.victim import Sentence
 from situs.audit.victim import evidence
+from situs.backbones.base import Backbone
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.config import checks_arguments
 from situs.data.sampler import epoch_order
@@ -41,7 +42,7 @@ from situs.hub import local_folder
 from situs.limits import check_value
 from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.veil import PERMUTED, Veil, check_veil, noise_unit, parse_veils
-from situs.models import Model, open_model
+from situs.models import open_model
 from situs.models.data import AnyModel, opened
 from situs.results import Provenance, Summary, Table, percent
 
@@ -167,7 +168,7 @@ def audit_prompts(
     for veil in veils:
         check_veil(veil, source.backbone)
     depths = parse_depths(depth, source.backbone.depth)
-    known = source if "base" not in more else _opened_base(more["base"], source, seed)
+    known = source if "base" not in more else open_base(more["base"], source, seed, _shape, any_weights=True)
     read_by = None if source.input is None else source.input.text.tokeniser
     with tokeniser_files(local_folder(str(read_by or model))) as folder:
         tokeniser = open_tokeniser(folder)
@@ -208,22 +209,10 @@ def audit_prompts(
     return run(scenario, deadline, more.get("keep"))
 
 
-def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
-    """The model before fine-tuning; refused where its shape differs."""
-    named = isinstance(base, str | Path)
-    before = opened(open_model(base, seed=seed, device=model.device, any_weights=True) if named else base, seed)
-    ours, theirs = (
-        (type(getattr(one, "inner", one.model)).__name__, one.depth, one.dim, one.input.words)
-        for one in (model.backbone, before.backbone)
-    )
-    if ours != theirs:
-        shape = "a {} of {} blocks, {} channels and {} words".format
-        raise SitusError(
-            f"{before.name}: is {shape(*theirs)}, but {model.name} is {shape(*ours)}; the base must be the model "
-            "before fine-tuning",
-            field="base",
-        )
-    return before
+def _shape(backbone: Backbone) -> str:
+    kind = type(getattr(backbone, "inner", backbone.model)).__name__
+    words = backbone.input.words
+    return f"is a {kind} of {backbone.depth} blocks, {backbone.dim} channels and {words} words"
 
 
 def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest: int) -> list[Sentence]:
