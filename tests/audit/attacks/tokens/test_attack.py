@@ -169,6 +169,16 @@ def test_a_batch_of_two_comes_apart() -> None:
     assert found.facts[0]["fits"] is True and found.facts[0]["patches_that_fit"] == 8
 
 
+def test_equal_images_are_told_and_found_once() -> None:
+    backbone, x = vit(size=8).float(), photographs(2, size=8)
+    same = attacked(backbone, x[:1].repeat(2, 1, 1, 1), NoPositionGradient())
+    assert psnr(same.images, x[:1].repeat(2, 1, 1, 1)) > 54 and same.facts[0]["fits"] is True
+    three = attacked(backbone, x[[0, 1, 0]], NoPositionGradient())
+    assert min(max(psnr(one[None], image[None]) for one in three.images) for image in x) > 54
+    said = str(three.facts[0]["verdict"])
+    assert three.facts[0]["fits"] is False and "batch of 3" in said and "2 different images" in said
+
+
 def test_time_that_is_over_is_told_as_a_part() -> None:
     backbone, x = vit(size=12, positions="sincos").float(), photographs(size=12)
     sent = victim_gradients(backbone, x, torch.tensor([0]))

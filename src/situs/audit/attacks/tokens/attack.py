@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Rec
 from situs.audit.attacks.patchembed import see_through
 from situs.audit.attacks.solver import SOLVED, TELLING, Range, Tokens
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.images import agree, make_images, order_by_attention
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention
 from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, count, misfit, read_spans, solve
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
@@ -123,16 +123,21 @@ class TokenSpans(Attack):
         for upload in uploads:
             if solved and deadline.over():
                 break
-            counts = count(block, known.step.batch, upload)
+            distinct = distinct_images(block, upload, known.step.batch, known.even(upload, block.names))
+            counts, behind = count(block, distinct, upload), replace(known, step=replace(known.step, batch=distinct))
             try:
                 if counts.open:
-                    patches, fact = _searched(block, upload, counts, known, self.config, deadline)
+                    patches, fact = _searched(block, upload, counts, behind, self.config, deadline)
                 else:
-                    patches, fact = _solved(block, upload, known)
+                    patches, fact = _solved(block, upload, behind)
             except (np.linalg.LinAlgError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
-                patches = block.weight.new_zeros(known.step.batch, block.places, block.weight.shape[1])
+                patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
                 fact = _unsolved(block, upload, counts.open)
-            solved.append(patches)
+            if 1 < distinct < known.step.batch:
+                repeated = f"the batch of {known.step.batch} images contains only {distinct} different images"
+                verdict = f"{repeated}, and the gradients do not reveal which of them occur twice"
+                fact |= {"fits": False, "proof": None, "verdict": verdict}
+            solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from situs.audit.attacks.ordering import order_hidden
-from situs.audit.attacks.solver import SOLVED, Heads, Tokens, pulls
+from situs.audit.attacks.solver import SOLVED, Heads, Span, Tokens, pulls
 from situs.audit.attacks.tokens.block import LOOSE, Block
 from situs.audit.attacks.tokens.search import Roots, shared_places
+from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.core.tokens import patchify
 from situs.methods.mp3 import MP3
@@ -180,6 +181,9 @@ TOGETHER = 1e-2
 NEARER = 3.0
 """And if the attention of any other image has an error this many times larger."""
 
+FALL = 100.0
+"""Successive singular values of different images' tokens differ by less than this factor."""
+
 PASSES = 10
 """Rounds of assigning the tokens of every place to images, at most."""
 
@@ -219,6 +223,23 @@ def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: MP3 | Non
         cells = patchify(image, size)[0]
     ordered = order_hidden(cells, loose, block.grid, size, predictor=predictor, stop=stop)
     return patches[torch.cdist(ordered, cells).argmin(dim=1)]
+
+
+def distinct_images(block: Block, upload: Gradients, batch: int, even: bool) -> int:
+    """How many different images a batch has: equal ones have the same tokens, which count once in every rank.
+
+    Fewer than the batch only where the singular values of the MLP's last gradient fall by `FALL` behind a whole number
+    of images.
+    """
+    tokens, late = block.places + len(block.prefix), block.layers.fc2
+    if batch == 1 or late not in upload:
+        return batch
+    values = Span(upload[late], min(batch * tokens, *upload[late].shape), even).values
+    for count in range(1, batch):
+        pair = values[count * tokens - 1 : count * tokens + 1].tolist()
+        if len(pair) == 2 and pair[1] * FALL <= pair[0]:
+            return count
+    return batch
 
 
 def agree(block: Block, patches: Tensor, tokens: Tokens) -> bool:
