@@ -13,9 +13,11 @@ from situs.audit.split.attackers import (
     place_rows,
     read_rows,
     regroup,
+    several_with_head,
     share_up_to_names,
 )
 from situs.backbones.base import Stream
+from situs.methods.supervised import multi_label_loss
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -36,6 +38,24 @@ def test_labels_are_read_off_what_comes_back(pool: str) -> None:
     rows = place_rows(came, read)[..., None].expand_as(out)
     assert torch.equal(labels_with_head(backbone, seen.gather(1, rows), came.gather(1, rows)), labels)
     assert share_up_to_names(labels_without_head(came, CLASSES), labels) == 1
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_any_number_of_labels_is_read_by_least_squares(pool: str, monkeypatch) -> None:
+    """The gradients of the loss that training has, some labels unknown; in pieces as at once."""
+    backbone = classifier(global_pool=pool, num_classes=9)
+    labels = torch.randint(-1, 2, (12, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    out = backbone.blocks(backbone.assemble(backbone.embed(pictures(12)), backbone.positions())).z.detach()
+    out.requires_grad_()
+    logits = backbone.head(backbone.finish(Stream(out, 1)))
+    answers = logits.detach() > 0
+    [gradient] = torch.autograd.grad(multi_label_loss(logits, labels, 0.0)[0], out)
+    found, known = several_with_head(backbone, out, gradient), labels >= 0
+    assert torch.equal(found[known], labels[known].long())
+    assert not torch.equal(found[known], answers.long()[known])  # it is not the classifier that is asked
+    assert torch.equal(found[~known], answers.long()[~known])  # where nothing comes back there is no more to say
+    monkeypatch.setattr("situs.audit.split.attackers.PIECE", 1)
+    assert torch.equal(several_with_head(backbone, out, gradient), found)
 
 
 def test_names_do_not_count_and_mistakes_do() -> None:

@@ -108,7 +108,30 @@ def test_labels_of_other_classes_are_not_compared() -> None:
     assert audit.settings[0].findings[0].reason == "the images have no labels"
     several = TensorSource(unlabelled.images, torch.ones(12, 2, dtype=torch.int8), ("a", "b"), "waves")
     audit = audit_split(model(), several, defences=("none",), attacks=("labels",), count=4, public=8)
-    assert audit.settings[0].findings[0].reason == "the data is multi-label"
+    assert "has no trained classifier" in audit.settings[0].findings[0].reason
+
+
+def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.rand(40, CLASSES, generator=generator) < 0.2).to(torch.int8)
+    labels[::3, 1] = -1
+    several = TensorSource((pictures(40) * 255).byte(), labels, tuple("abcd"), "waves")
+    asked: dict[str, Any] = {"attacks": ("labels",), "count": 12, "public": 28}
+    audit = audit_split(model(), several, defences=("none", "batch-shuffle=4"), **asked)
+    assert all(found.findings[0].figures == {"labels": 1} for found in audit.settings)
+    assert audit.settings[0].kept.knn is None
+    guess = audit.blind["commonest labels"]["labels"]
+    assert 0.6 < guess < 0.95
+    assert f"100.0 % ({100 * guess:.1f} % by a blind guess)." in audit.summary().sentence
+    make_page(audit)
+    unknown = TensorSource(several.images, torch.full_like(labels, -1), tuple("abcd"), "waves")
+    audit = audit_split(model(), unknown, defences=("none",), **asked)
+    assert audit.settings[0].findings[0].reason.startswith("no label")
+    many = TensorSource(
+        several.images, torch.zeros(40, 23, dtype=torch.int8), tuple("abcdefghijklmnopqrstuvw"), "waves"
+    )
+    audit = audit_split(model(num_classes=23), many, defences=("none",), **asked)
+    assert audit.settings[0].findings[0].reason == "there are too many classes (23) for 24 channels"
 
 
 def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_now() -> None:

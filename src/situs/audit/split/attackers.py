@@ -47,6 +47,10 @@ from situs.locks.veil import Veil
 # Labels from the gradient that comes back to the features which the server itself computed.
 
 
+PIECE = 400_000
+"""The most numbers of the blocks' output at a time; each class takes as many again."""
+
+
 def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
     """[n]: the class whose gradient is the one that came back, for a server that knows the final norm and the head.
 
@@ -63,6 +67,26 @@ def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tenso
         [candidate] = torch.autograd.grad(logits, out, wanted, retain_graph=True)
         alike.append(torch.cosine_similarity(candidate.flatten(1).double(), came))
     return torch.stack(alike).argmax(dim=0)
+
+
+def several_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
+    """[n, K], 1 or 0: which classes each sample has, where it has any number, for a server as above.
+
+    The gradient is that of the mean binary cross entropy over all n · K labels. It is a sum over the classes of what
+    each one's output sends back, weighted by (answer - label) / (n · K): least squares gives the weights, and the
+    server's own answers then give the labels. K must be less than D - 1: a norm sends nothing back in two directions.
+    """
+    count, rows, width = out.shape
+    answers = []
+    for some, came in zip(*(part.split(max(1, PIECE // (rows * width))) for part in (out, gradient)), strict=True):
+        some = some.detach().requires_grad_()
+        logits = _logits(backbone, some)
+        units = torch.eye(logits.shape[1]).to(logits)
+        back = [torch.autograd.grad(logits, some, unit.expand_as(logits), retain_graph=True)[0] for unit in units]
+        sent = torch.stack(back, dim=-1).double().flatten(1, 2).cpu()  # [b, R · D, K]
+        weights = torch.linalg.lstsq(sent, came.double().flatten(1).cpu()[..., None], driver="gelsd").solution[..., 0]
+        answers.append(logits.detach().double().sigmoid().cpu() - weights * count * logits.shape[1] > 0.5)
+    return torch.cat(answers).long()
 
 
 def labels_without_head(gradient: Tensor, classes: int, seed: int = 0) -> Tensor:
@@ -237,10 +261,17 @@ def repeats(scene: Scene) -> Outcome:
 
 
 def labels(scene: Scene) -> Outcome:
-    """Infers the class from the gradient of the blocks' output, with or without the head."""
+    """Infers the class from the gradient of the blocks' output, with or without the head.
+
+    Where an image has any number of classes: each by least squares, with the head only.
+    """
     stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
         raise NotTriedError(stage.unlabelled or "the images have no labels")
+    if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
+        raise NotTriedError(
+            f"there are too many classes ({stage.labels.shape[1]}) for {scene.view.seen.shape[2]} channels"
+        )
     back = stage.returned(scene.veil.defence)
     out, gradient = (tensor[truth.sample, truth.row][..., truth.channels] for tensor in back)
     if scene.veil.columns:
@@ -253,6 +284,10 @@ def labels(scene: Scene) -> Outcome:
         index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
     wanted = stage.labels[truth.sample.flatten()[index][:, read].mode(dim=1).values]
     out, gradient = (tensor.flatten(0, 1)[index] for tensor in (out, gradient))
+    if stage.several:
+        known = wanted >= 0
+        named = several_with_head(stage.backbone, out.to(device), gradient.to(device))
+        return Outcome({"labels": float((named == wanted)[known].double().mean())})
     named = labels_with_head(stage.backbone, out.to(device), gradient.to(device)).cpu()
     scores = {"labels": float((named == wanted).double().mean())}
     if 1 < (classes := len(stage.labels.unique())) < len(stage.labels):

@@ -19,6 +19,7 @@ from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places, open
 from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.backbones.base import Backbone
 from situs.config import checks_arguments
+from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name
 from situs.findings import Finding
@@ -105,7 +106,9 @@ class Split:
     @cached_property
     def blind(self) -> dict[str, dict[str, float]]:
         """Scores of blind guesses, which saw no token."""
-        return {name: self.stage.scores(guess) for name, guess in baselines(self.stage.pictures).items()}
+        guesses = {name: self.stage.scores(guess) for name, guess in baselines(self.stage.pictures).items()}
+        common = self.stage.commonest()
+        return guesses | ({"commonest labels": common} if common else {})
 
     @staticmethod
     def cards() -> Iterator[Card]:
@@ -176,7 +179,7 @@ def _stage(
         texts = "; for a language model give a .txt file" * bool(model.backbone.input.words)
         raise SitusError(f"{model.name}: takes no images, but these attacks recover only images{texts}", field="data")
     loader = load_set(model, data, **{**chosen, "count": count + public})
-    batches = [(batch.inputs, batch.targets.get("label")) for batch in loader]
+    batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = (
         torch.cat([images for images, _ in batches]),
         epoch_order(seed, 0, sum(len(images) for images, _ in batches)),
@@ -189,9 +192,7 @@ def _stage(
         )
     labels = [label for _, label in batches if label is not None]
     named = torch.cat(labels)[mixed] if labels else None
-    reason = None if loader.classes is None else top1_reason(model, loader)
-    if reason is None and model.multi_label:
-        reason = "the model predicts several classes per image, but the data has one class per image"
+    reason = None if loader.classes is None else _unnamed(model, loader)
     sized = {} if base is None or not isinstance(base, str | Path) or is_run(base) else {"img_size": model.data.size}
     old = None if base is None else open_base(base, model, seed, _shape, **sized)
     stage = Stage(
@@ -203,6 +204,19 @@ def _stage(
 
 def _shape(backbone: Backbone) -> str:
     return f"has a grid of {backbone.grid}, {backbone.num_prefix} prefix tokens and {backbone.dim} channels"
+
+
+def _unnamed(model: Model, loader: Loader) -> str | None:
+    """Why the data's labels are not the classifier's classes; None where they are."""
+    if loader.source.multi_label and (model.classes is None or model.multi_label):
+        return (
+            None
+            if model.classes in (None, loader.classes)
+            else "the model was trained on other classes than those of the data"
+        )
+    if model.multi_label:
+        return "the model predicts several classes per image, but the data has one class per image"
+    return top1_reason(model, loader)
 
 
 def _trained_under(stage: Stage) -> Veil | None:

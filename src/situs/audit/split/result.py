@@ -29,7 +29,10 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "linked": (percent, "samples that are re-identified when they are sent a second time"),
     "labels": (
         percent,
-        "labels that an attacker with the head infers from the gradients at the cut",
+        (
+            "labels that an attacker with the head infers from the gradients at the cut. If an image has "
+            "several labels, only known labels count"
+        ),
     ),
     "unnamed labels": (
         percent,
@@ -253,8 +256,8 @@ THREAT = {
     "run may still succeed",
     "not attacked here": "a server that departs from the protocol; recovering the key from the locked blocks without "
     "an embedding (see `situs audit lock`); recovering pictures without an embedding; a decoder that learns to restore "
-    "the order; labels, if images have several classes; an attacker that corrects the drift of an old embedding (the "
-    "attack `old-embedding` does not correct this drift)",
+    "the order; labels without the head, if images have several classes; an attacker that corrects the drift of an old "
+    "embedding (the attack `old-embedding` does not correct this drift)",
 }
 
 

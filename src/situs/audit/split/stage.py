@@ -22,6 +22,7 @@ from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted
 from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.veil import Veil, Words, exchange
+from situs.methods.supervised import multi_label_loss
 from situs.models import Model, open_model
 from situs.models.data import AnyModel, opened
 
@@ -189,8 +190,9 @@ DECODING = 1000
 class Stage:
     """Private and public images, and what is computed from them once. The attacker has the public ones.
 
-    z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n]
-    or None; `unnamed` says why they are not the classifier's, where they are not.
+    z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n],
+    [n, K] of 1, 0 and -1 (nobody knows) where an image has any number of classes, or None; `unnamed` says why they are
+    not the classifier's, where they are not.
     """
 
     def __init__(
@@ -304,11 +306,30 @@ class Stage:
         return self.backbone.head(self.backbone.finish(Stream(out.to(self.model.device), self.backbone.num_prefix)))
 
     @property
+    def several(self) -> bool:
+        """Whether an image has any number of the classes."""
+        return self.labels is not None and self.labels.dim() == 2
+
+    def commonest(self) -> dict[str, float]:
+        """The score of the commonest public labels for every image, where an image has any number of them."""
+        if self.unlabelled is not None or not self.several:
+            return {}
+        assert self.labels is not None
+        assert self.public_labels is not None
+        guess = (self.public_labels > 0).sum(dim=0) > (self.public_labels == 0).sum(dim=0)
+        known = self.labels >= 0
+        return {"labels": float((guess.expand_as(known) == (self.labels > 0))[known].double().mean())}
+
+    @property
     def unlabelled(self) -> str | None:
         """Why nothing can be said of labels, or None."""
         if self.labels is None or self.unnamed is not None:
             return self.unnamed or "the images have no labels"
-        if not (self.model.classifier and int(self.labels.max()) < self.backbone.num_classes):
+        count = self.labels.shape[1] if self.several else int(self.labels.max()) + 1
+        fits = count == self.backbone.num_classes if self.several else count <= self.backbone.num_classes
+        if self.several and not bool((self.labels >= 0).any()):
+            return "no label of the attacked images is known"
+        if not (self.model.classifier and fits):
             return f"{self.model.name} has no trained classifier for the labels"
         return None
 
@@ -318,7 +339,7 @@ class Stage:
         out = self.through(defence)
         features, plain = self.pooled(out), self.pooled(self.through(NONE))
         kept = Kept(cosine(features, plain), neighbours(features, plain))
-        if self.labels is None or self.public_labels is None:
+        if self.labels is None or self.public_labels is None or self.several:
             return kept
         labels = torch.cat([self.public_labels, self.labels])
         if int(labels.bincount().max()) > 1:  # one image a class has no neighbour to be named by
@@ -333,7 +354,8 @@ class Stage:
         assert self.labels is not None
         out = self.through(defence).clone().requires_grad_()
         logits, labels = self.logits(out), self.labels.to(self.model.device)
-        [gradient] = torch.autograd.grad(cross_entropy(logits, labels), out)
+        loss = multi_label_loss(logits, labels, 0.0)[0] if self.several else cross_entropy(logits, labels)
+        [gradient] = torch.autograd.grad(loss, out)
         return out.detach(), gradient
 
     def scores(self, images: Tensor) -> dict[str, float]:
