@@ -25,6 +25,7 @@ from situs.errors import SitusError, counted, unknown_name
 from situs.findings import Finding
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil, parse_veils
+from situs.models import Model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
 from situs.train.run import is_run
