@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def in_a_row(grid: tuple[int, ...]) -> bool:
 
 def _strips(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names: Sequence[str]) -> Figure:
     """Each panel on a line: time runs from left to right, frequency from the bottom up."""
-    lines = [(name, panel) for name, row in zip_longest(names, rows, fillvalue="") for panel in row if panel]
+    lines = [(names[number] if names else "", panel) for number, row in enumerate(rows) for panel in row if panel]
     heads = sum(0.2 for _, panel in lines if panel.title)
     figure, axes = canvas(len(lines), 1, PAGE_WIDTH, _STRIP * len(lines) + heads, tight=True)
     for axis, (name, panel) in zip(axes, lines, strict=True):
@@ -96,16 +95,12 @@ def _draw(axis: Axes, panel: Panel, grid: tuple[int, ...]) -> None:
         (panel.wrong, "white", RED, None),
     ):
         if places is not None:
-            _mark(axis, _corners(places, grid) * step, step, face, edge, stroke)
+            index = np.flatnonzero(np.asarray(places))
+            corners = np.stack([index % grid[1], index // grid[1]], axis=-1) * step  # top left, (x, y)
+            _mark(axis, corners, step, face, edge, stroke)
     if panel.outlined is not None:
         lines = outline(np.asarray(panel.outlined, dtype=bool).reshape(grid)) * step
         axis.add_collection(LineCollection(list(lines), colors=GREEN, linewidths=1.3, clip_on=False, capstyle="round"))
-
-
-def _corners(places: Any, grid: tuple[int, ...]) -> np.ndarray:
-    """The top left corners (x, y) of positions, in patches, [n, 2]."""
-    index = np.flatnonzero(np.asarray(places))
-    return np.stack([index % grid[1], index // grid[1]], axis=-1)
 
 
 def _mark(axis: Axes, corners: np.ndarray, step: np.ndarray, face: str, edge: str | None, stroke: str | None) -> None:
