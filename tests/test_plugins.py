@@ -129,6 +129,17 @@ def test_the_table_has_every_attack_of_every_scenario() -> None:
     assert {row[2] for row in table.rows} == {"honest-but-curious", "active"}
 
 
+def test_a_card_tells_in_one_line_each_what_its_attack_needs_proves_and_does() -> None:
+    texts = {
+        (card.attack, name): text
+        for card in cards()
+        for name, text in card._asdict().items()
+        if name in ("needs", "proves", "paper", "difference")
+    }
+    assert not {place: text for place, text in texts.items() if not text.strip() or "\n" in text or text.endswith(".")}
+    assert all(len(text.split()) > 3 for (_, name), text in texts.items() if name == "difference")
+
+
 def test_a_class_that_lacks_something_is_refused() -> None:
     with pytest.raises(SitusError, match="has no about and no prepare and no recover"):
         ATTACKS.add(type("Mine", (), {"name": "mine"}))  # pyright: ignore[reportArgumentType]

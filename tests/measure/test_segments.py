@@ -149,6 +149,25 @@ def answers() -> tuple[torch.Tensor, torch.Tensor]:
     return truth, torch.where(torch.rand(3, 20, 30, generator=draw) < 0.4, truth.clamp(min=0), other)
 
 
+@pytest.mark.parametrize(
+    ("truth", "said"),
+    [
+        ([0, 1, 2, 2], [0, 1, 2, 1]),  # every pixel is known, the last class among them
+        ([0, 1, 1, 0], [0, 1, 0, 0]),  # ... and not
+        ([VOID, 1, 2, VOID], [0, 1, 2, 2]),
+        ([VOID, VOID], [0, 2]),
+        ([], []),
+    ],
+)
+def test_answers_are_counted_pixel_by_pixel(truth: list[int], said: list[int]) -> None:
+    expected = torch.zeros(3, 3, dtype=torch.int64)
+    for true, answer in zip(truth, said, strict=True):
+        if true != VOID:
+            expected[true, answer] += 1
+    counted = count_answers(torch.tensor(truth, dtype=torch.int32), torch.tensor(said, dtype=torch.int64), 3)
+    assert torch.equal(counted, expected)
+
+
 def test_it_is_scikit_learns() -> None:
     truth, said = answers()
     scores = SegmentScores(count_answers(truth, said, 8))  # class 7 is neither there nor said

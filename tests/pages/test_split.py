@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from situs.audit.split.stage import Kept
 from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
 from situs.pages.split import trade_offs
+from situs.report import figures
 
 IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -46,6 +48,20 @@ def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found(
         "places": {"noise": {"rows": ([1.0, 0.8, 0.4], [100.0, 50.0, 25.0])}},
     }
     assert trade_offs(audit(*CURVED[:1], *CURVED[-1:])) == {}
+
+
+def test_the_axis_of_a_share_is_all_of_it(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    limits: dict[str, object] = {}
+    draw = figures.curve_panels
+
+    def curve_panels(panels: Any, label: str, ends: Any, **more: Any) -> Any:
+        limits.update(dict.fromkeys((title.partition(": ")[2] for title in panels), ends))
+        return draw(panels, label, ends, **more)
+
+    monkeypatch.setattr(figures, "curve_panels", curve_panels)
+    settings = [found(text, 1.0, psnr=20.0, ssim=0.5, places=0.5) for text in ("none", "noise=0.2", "noise=0.5")]
+    make_page(audit(*settings))
+    assert limits == {"PSNR, dB": None, "SSIM": (0, 1), "patches at their position, %": (0, 100)}
 
 
 @pytest.mark.parametrize("pictures", [False, True])

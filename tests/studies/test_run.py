@@ -100,11 +100,17 @@ def run(study: Path, out: Path, **changes: Any) -> StudyResult:
 
 
 @pytest.fixture(scope="module")
-def peace(tmp_path_factory: pytest.TempPathFactory) -> StudyResult:
+def kept() -> list[StudyResult]:
+    """What `peace` gave to be kept, job by job."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory, kept: list[StudyResult]) -> StudyResult:
     """What comes of the study where nothing disturbs it."""
     place = tmp_path_factory.mktemp("peace")
     (place / "mine.toml").write_text(STUDY)
-    return run(place / "mine.toml", place / "out")
+    return run(place / "mine.toml", place / "out", keep=kept.append)
 
 
 @pytest.fixture
@@ -129,6 +135,11 @@ def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace:
     assert cell.difference == pytest.approx((values[0] + values[1]) / 2 - 5.0)
     assert [x for x, _ in peace.lines[0][0].points] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert all(task.state == "done" for task in peace.tasks) and len(peace.tasks) == 6
+
+
+def test_the_table_is_given_after_each_job(peace: StudyResult, kept: list[StudyResult]) -> None:
+    assert [sum(task.state == "done" for task in result.tasks) for result in kept] == [1, 2, 3, 4, 5, 6]
+    assert same(kept[-1]) == same(peace)
 
 
 def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(
@@ -171,13 +182,16 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
 ) -> None:
     monkeypatch.setenv("FAKE_STEP", "0.15")
     said: list[str] = []
+    kept: list[StudyResult] = []
     for _ in range(2):
-        cut = run(study, tmp_path / "out", how=StudyOptions(minutes=0.6 / 60, at_once=2), say=said.append)
+        how = StudyOptions(minutes=0.6 / 60, at_once=2)
+        cut = run(study, tmp_path / "out", how=how, say=said.append, keep=kept.append)
         assert any(task.state == "begun" for task in cut.tasks)
     assert any(" min is reached" in line and "2 running jobs" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
-    assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
+    assert same(run(study, tmp_path / "out", say=said.append, keep=kept.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
+    assert len(kept) == len(peace.tasks), "once for each job that has ended"
 
 
 @pytest.mark.slow

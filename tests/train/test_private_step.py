@@ -92,6 +92,14 @@ def test_the_gradient_is_the_noisy_sum_of_clipped_ones(
     assert all(torch.equal(p, before[name]) for name, p in method.named_parameters() if name not in expected)
 
 
+@pytest.mark.parametrize("parts", ["all", "head"])
+def test_the_gradients_of_samples_that_are_in_memory_at_a_time_take_two_gibibytes(parts: str) -> None:
+    method, mechanism = made(parts), Mechanism(Secret(bytes(KEY_SIZE)), NOISE, CLIP, EXPECTED)
+    stepper = PrivateStepper(method, OptimConfig(), mechanism=mechanism, **PLAIN, precision="fp32")
+    one = sum(4 * p.numel() for p in method.parameters() if p.requires_grad)
+    assert stepper.at_once * one <= 2 * 1024**3 < (stepper.at_once + 1) * one
+
+
 def test_the_same_step_again_has_the_same_noise_and_the_next_another() -> None:
     asked = {**PLAIN, "precision": "fp32"}
     mechanism, found = Mechanism(Secret(b"x" * KEY_SIZE), NOISE, CLIP, EXPECTED), []

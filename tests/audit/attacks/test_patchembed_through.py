@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from situs.audit import AdaptiveMJP, Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.attacks.base import Ready
-from situs.audit.attacks.patchembed import THROUGH, System, byte_values, see_through, solve_patches
+from situs.audit.attacks.patchembed import THROUGH, System, _by_channel, byte_values, see_through, solve_patches
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import attack_gradients
-from situs.audit.stem import require_stem
+from situs.audit.stem import Scaled, require_stem
+from situs.core.tokens import patchify
 from situs.gate import NOT_JUDGED
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -273,3 +274,39 @@ def test_patches_that_another_attack_found_under_noise_are_not_judged_behind_a_m
         see_through(torch.randn(1, 16, 48), backbone, require_stem(backbone), Knowledge(defence), facts)
         assert facts[0]["fits"] == (not mixed or not defence.noise_level(1))
         assert facts[0]["fits"] or "amplifies the noise" in facts[0]["verdict"]
+
+
+def shuffled_columns() -> Scaled:
+    """Patches of 2 × 2 of an image [3, 4, 4], their numbers in any order, each channel with a factor and an offset."""
+    chance = torch.Generator().manual_seed(2)
+    pixels = torch.arange(48).view(1, 3, 4, 4).float()
+    index = patchify(pixels, 2)[0].long()[:, torch.randperm(12, generator=chance)]
+    channel = index // 16
+    return Scaled(index, torch.tensor([2.0, -3.0, 5.0])[channel], torch.tensor([0.1, 0.2, 0.3])[channel])
+
+
+def test_numbers_of_patches_are_put_in_order_with_the_channels_last() -> None:
+    scaled = shuffled_columns()
+    columns = _by_channel(scaled, (3, 4, 4))
+    assert columns is not None and columns.order.sort().values.tolist() == [*range(12)]
+    assert (scaled.index[:, columns.order] // 16).tolist() == [[0, 1, 2] * 4] * 4
+    assert columns.scale.tolist() == [2.0, -3.0, 5.0] * 4
+    torch.testing.assert_close(columns.shift, torch.tensor([0.1, 0.2, 0.3] * 4))
+
+
+@pytest.mark.parametrize(
+    "change", ["a factor in one patch", "an offset in one patch", "no factor", "channels", "one more"]
+)
+def test_numbers_without_one_channel_factor_and_offset_each_have_no_such_order(change: str) -> None:
+    index, scale, shift = (part.clone() for part in shuffled_columns())
+    if change == "a factor in one patch":
+        scale[1, 4] *= 1.01
+    elif change == "an offset in one patch":
+        shift[2, 3] += 0.01
+    elif change == "no factor":
+        scale[:, 5] = 0.0
+    elif change == "channels":
+        index[3] = index[3].flip(0)
+    else:
+        index[:, 0] = (index[:, 0] + 16) % 48  # four of one channel become five
+    assert _by_channel(Scaled(index, scale, shift), (3, 4, 4)) is None

@@ -4,14 +4,64 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_texts import write_folder
 
 from situs.audit import trace_texts
-from situs.audit.text.audit import SENT, WITHHELD
+from situs.audit.defences import Step
+from situs.audit.sweep import curve
+from situs.audit.sweep.curve import Curves
+from situs.audit.sweep.ladder import Scale, curve_ladder
+from situs.audit.text.audit import SENT, WITHHELD, label_of
+from situs.audit.text.recovered import Read
+from situs.audit.text.result import TextAudit, finding_of
 from situs.errors import SitusError
+from situs.findings import Remark
 from situs.pages import make_page
+
+WHOLE = Read("sentence 1", (2, 5, 3), (2, 5, 3), (True, True, True))
+PART = Read("sentence 1", (2, 5, 3), (2, 9, 3), (True, False, True))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_each_point_is_the_row_of_its_defence_for_the_attacker_who_knows_most(
+    hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hidden: the client hides positions, as MJP does, so that the audit has two rows for each defence."""
+
+    def audit_texts(*_: object, defences: list[Any], keep: Any, **__: object) -> TextAudit:
+        findings = [
+            finding_of(label_of(defence, sent, aware), 1, "done", [WHOLE if sent and aware is not False else PART])
+            for defence in defences
+            for sent in (True, False)
+            for aware in ((False, True) if hidden else (None,))
+        ]
+        late = Remark("stopped", "half of it")
+        findings[-1] = finding_of(findings[-1].defence, 1, "stopped", (), [late, Remark("gap", "one is missing")])
+        audit = TextAudit(findings, "bert", ["sentence 1"], 1)
+        keep(audit)
+        return audit
+
+    monkeypatch.setattr(curve, "audit_texts", audit_texts)
+    monkeypatch.setattr(curve, "_text_scale", lambda *_: Scale(1.0, 1.0))
+    kept: list[Curves] = []
+    curves = trace_texts("bert", "lines.txt", ["noise", "precision", "noise"], keep=kept.append)
+    assert [(line.curve, line.beside) for line in curves.lines] == [
+        (name, beside) for name in ("noise", "precision") for beside in (SENT, WITHHELD)
+    ]
+    aware = True if hidden else None
+    for line in curves.lines:
+        rungs = curve._sendable(curve_ladder(line.curve, Scale(1.0, 1.0), Step())).rungs
+        assert [(point.strength, point.defence) for point in line.points] == [
+            (rung.label, label_of(rung.defence, line.beside == SENT, aware)) for rung in rungs
+        ]
+        for point in line.points[:-1]:
+            assert point.values["sentences"] == (line.beside == SENT) and point.whole and not point.reason
+    last = curves.lines[-1].points[-1]
+    assert (last.whole, last.reason, last.values) == (False, "stopped after half of it; one is missing", {})
+    assert kept == [curves]
 
 
 @pytest.mark.slow
