@@ -75,6 +75,20 @@ def test_the_time_left_follows_from_what_this_time_has_done(monkeypatch: pytest.
     assert min(told) == pytest.approx(30 / 0.375 * 0.625)
 
 
+def test_steps_done_before_count_as_done_and_the_first_steps_stay_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    ear = Ear()
+    with listening(ear), task("training", 420, done=300) as training:  # resumed at step 300
+        training.tell(305)
+        training.restart()
+        training.tell(360)
+        now = 111.0
+        left = seconds_left([training])
+    assert ear.heard[0][1] == pytest.approx(300 / 420) and ear.heard[-2][1] == pytest.approx(360 / 420)
+    assert left == pytest.approx(11 / 55 * 60)
+
+
 def test_took_is_never_nothing() -> None:
     assert [took(s) for s in (0.0, 0.04, 0.1, 12.34)] == ["less than 0.1 s", "less than 0.1 s", "0.1 s", "12.3 s"]
 

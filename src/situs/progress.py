@@ -115,25 +115,25 @@ def latest(text: str) -> None:
         current.tasks[-1].tell(now=text)
 
 
-def share(tasks: Sequence[Task]) -> float | None:
+def share(tasks: Sequence[Task], *, lately: bool = False) -> float | None:
     """The completed ratio of the outermost task with a known length, inner tasks included; None if no task has a known
-    length."""
+    length. lately: without the steps that were done before a task began."""
     done, width, known = 0.0, 1.0, False
     for work in tasks:
         if work.total is not None:
-            todo = max(1, work.total - work.start)
-            done += width * min(todo, work.done - work.start) / todo
-            width, known = width / todo, True
+            whole = max(1, work.total)
+            done += width * (min(whole, work.done) - lately * work.start) / whole
+            width, known = width / whole, True
     return min(1.0, done) if known else None
 
 
 def seconds_left(tasks: Sequence[Task]) -> float | None:
     """The remaining time, estimated from the time so far; None if nothing is done yet."""
-    done = share(tasks)
-    if not done:
+    done, lately = share(tasks), share(tasks, lately=True)
+    if done is None or not lately:
         return None
     began = next(work.began for work in tasks if work.total is not None)
-    return (time.monotonic() - began) / done * (1 - done)
+    return (time.monotonic() - began) / lately * (1 - done)
 
 
 def in_words(tasks: Sequence[Task]) -> str:

@@ -18,7 +18,7 @@ def test_packs_and_says_so(photographs: Path, tmp_path: Path, capsys: pytest.Cap
     finally:
         (photographs / "torn.png").unlink()
     printed = capsys.readouterr()
-    assert "3 images in 1 shard" in printed.out and "1 broken image left out" in printed.out
+    assert "3 images in 1 shard (" in printed.out and "1 broken image left out" in printed.out
     assert "torn.png: cannot be decoded" in printed.out
     assert [tuple(open_source(tmp_path / "out").read(i)["image"].shape) for i in range(3)] == [(3, 35, 32)] * 3
 

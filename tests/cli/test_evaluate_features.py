@@ -27,6 +27,8 @@ NAME = "test_vit"  # timm's own tiny model for tests
 
 def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.safetensors"
+    assert main(["features", str(trained.mp3), "--out", str(tmp_path / "one.npz"), "--count", "1"]) == 0
+    assert "one.npz: 1 feature of 16 numbers" in capsys.readouterr().out
     assert main(["features", str(trained.mp3), "--out", str(out), "--split", "val"]) == 0
     assert "15 features of 16 numbers, with labels" in capsys.readouterr().out
     found, facts = read_features(out)

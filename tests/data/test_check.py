@@ -97,6 +97,7 @@ def test_a_clean_set_and_a_grey_one(tmp_path):
     assert clean.sizes == {
         f"{w}_{s}": n for w in ("least", "median", "most") for s, n in (("height", 20), ("width", 24))
     }
+    assert "height × width 20 × 24" in clean.summary().notes
     assert check(tmp_path / "grey", workers=0).counts["grey"] == 0
 
 
@@ -142,6 +143,7 @@ def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     write(tmp_path / "labels.csv", b"file,x,y\n" + "".join(f"{n}.png,{v}\n" for n, v in labels.items()).encode())
     found = check(tmp_path, multi_label=True, workers=0)
     assert found.classes == {"x": 2, "y": 3}
+    assert "2 classes, from 2 images (x) to 3 (y)" in found.summary().notes
     assert [(each.name, each.what) for each in found.issues["contradiction"]] == [
         ("b.png", "not x; as a.png is the opposite")
     ]
@@ -169,6 +171,7 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert "has no mask of the same name in" in said[0] and "its mask" in said[1]
     assert "and its mask 5 × 5" in said[2] and "contains the class number" in said[3]
     assert found.classes == {"ground": 2, "disc": 2}
+    assert "2 classes, of 2 images each" in found.summary().notes
     assert found.failing() == ["broken", "annotation"]
     assert check(tmp_path / "images", workers=0).counts["annotation"] == 0  # as images alone
     assert check(tmp_path, masks=MaskConfig(1, (0,)), workers=0, decode_pixels=False).classes == {}

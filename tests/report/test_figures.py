@@ -287,6 +287,22 @@ def test_every_cell_holds_its_number() -> None:
     assert figures.png(figure).startswith(b"\x89PNG")
 
 
+def test_cells_too_narrow_for_numbers_are_colours_alone() -> None:
+    """DINOv2's 37 × 37 positions, of two models: numbers would cover one another, and cells would be slits."""
+    values = np.arange(37 * 37.0).reshape(37, 37)
+    panels = dict.fromkeys(("before", "after"), (values, "right, %"))
+    figure = figures.value_grids(panels, range(37), range(37), "column", "row", cell=(0.4, 0.3))
+    figure.draw_without_rendering()
+    for axis in figure.axes[:2]:
+        assert not axis.texts
+        ticks = [label.get_text() for label in axis.get_xticklabels()]
+        assert ticks == [str(4 * number) for number in range(10)]
+        box = axis.get_window_extent()
+        assert 0.7 < box.width / box.height < 1.4
+    (strip,) = (figures.value_grids({"a": (values[:1], "")}, range(1), range(37), "x", "y", cell=(0.4, 0.3)),)
+    assert len(strip.axes[0].texts) == 37
+
+
 def test_tables_write_every_number_in_its_cell() -> None:
     values = np.arange(6.0).reshape(3, 2) / 10
     panels = {"Entropy": (values, "nats"), "Even": (np.ones((3, 2)), "patches")}

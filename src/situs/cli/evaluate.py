@@ -126,7 +126,9 @@ class Features(DataArgs):
         write_features(self.out, table)
         shape, labelled = list(table.features.shape), table.labels is not None
         size = " × ".join(map(str, shape[1:]))
-        line = f"{self.out}: {shape[0]} features of {size} numbers, {'with' if labelled else 'without'} labels"
+        line = (
+            f"{self.out}: {counted(shape[0], 'features')} of {size} numbers, {'with' if labelled else 'without'} labels"
+        )
         answer({"file": self.out, "shape": shape, "labels": labelled, "left_out": table.left_out}, line)
         print_skipped(table.left_out)
 

@@ -209,12 +209,16 @@ class DataCheck(Result):
         sentence = f"{counted(total, 'images')}{f' ({parts})' if parts else ''}: {listed}."
         notes = [f"{kind}: {KINDS[kind]}" for kind, count in self.counts.items() if count]
         if self.sizes:
-            size = "height × width from {least_height} × {least_width} to {most_height} × {most_width}, "
-            notes.append((size + "median {median_height} × {median_width}").format(**self.sizes))
+            least, most, median = (
+                f"{self.sizes[f'{word}_height']} × {self.sizes[f'{word}_width']}"
+                for word in ("least", "most", "median")
+            )
+            notes.append(f"height × width {least if least == most else f'from {least} to {most}, median {median}'}")
         if self.classes:
             few, many = (choose(self.classes, key=self.classes.__getitem__) for choose in (min, max))
-            least, most = f"{counted(self.classes[few], 'images')} ({few})", f"{self.classes[many]:,} ({many})"
-            notes.append(f"{counted(len(self.classes), 'classes')}, from {least} to {most}")
+            images, most = counted(self.classes[few], "images"), self.classes[many]
+            sizes = f"of {images} each" if self.classes[few] == most else f"from {images} ({few}) to {most:,} ({many})"
+            notes.append(f"{counted(len(self.classes), 'classes')}, {sizes}")
         if not self.decoded:
             notes.append(
                 "the pixels were not decoded. Some images may be broken, and only files with equal bytes "

@@ -94,7 +94,7 @@ class Packed(Result):
         images, size = sum(shard["images"] for shard in shards), _mib(sum(shard["bytes"] for shard in shards))
         left_out = f"; {counted(len(self.broken), 'broken images')} left out" if self.broken else ""
         word = "was packed already" if self.again else "packed"
-        packed = f"{counted(images, 'images')} in {counted(len(shards), 'shards')} of {size} MiB{left_out}"
+        packed = f"{counted(images, 'images')} in {counted(len(shards), 'shards')} ({size} MiB){left_out}"
         sentence = f"{self.manifest['data']}: {word}, {packed}."
         notes = [f"broken: {image['reason']}" for image in self.broken[:_LISTED]]
         more = len(self.broken) - _LISTED

@@ -278,6 +278,9 @@ def bars(values: Mapping[str, float], x_label: str, *, digits: str = ".3g") -> F
     return figure
 
 
+_NUMBER = 0.15  # inches, the width of the smallest number in a cell
+
+
 def value_grids(
     panels: Mapping[str, tuple[Any, str]],
     rows: Sequence[Any],
@@ -289,7 +292,7 @@ def value_grids(
     digits: str = ".1f",
     cell: tuple[float, float] = (0.95, 0.62),
 ) -> Figure:
-    """Small matrices side by side, every cell coloured by its value and labelled with it.
+    """Small matrices side by side, every cell coloured by its value, and labelled with it where the number fits.
 
     panels: title -> (values [len(rows), len(columns)], label of the colour scale); a NaN cell is grey with a dash.
     limits: ends of the colour scale; None: each panel's own. cell: largest width and height in inches.
@@ -297,24 +300,28 @@ def value_grids(
     beside = 2.2 if len(panels) == 1 else 1.4  # for the names of the rows and the colour bar
     cell_width = min(cell[0], (PAGE_WIDTH / len(panels) - beside) / len(columns))
     size = LABEL + 1 if cell_width > 0.6 else 7 if cell_width > 0.33 else 5.5
-    width = len(panels) * max(3.0, beside + cell_width * len(columns))
-    figure, axes = canvas(1, len(panels), width, 1.1 + cell[1] * len(rows))
+    each = max(3.0, beside + cell_width * len(columns))
+    wide = (each - beside) / len(columns)
+    height, step = cell[1], 1
+    if wide < _NUMBER:
+        height, step = max(wide, height / len(rows)), math.ceil(2 * _NUMBER / wide)
+    figure, axes = canvas(1, len(panels), len(panels) * each, 1.1 + height * len(rows))
     for axis, (title, (values, value_label)) in zip(axes, panels.items(), strict=True):
         array = np.asarray(values, dtype=np.float64)
         low, high = limits or (float(np.nanmin(array)), float(np.nanmax(array)))
         drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=low, vmax=high, aspect="auto")
         axis.set_facecolor(FAINT)
-        for (row, column), value in np.ndenumerate(array):
+        for (row, column), value in np.ndenumerate(array if wide >= _NUMBER else np.empty((0, 0))):
             text = "–" if np.isnan(value) else format(value, digits)
             colour = INK if np.isnan(value) or value > (low + high) / 2 else "white"  # cividis ends in yellow
             axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
         label(axis, title, x_label, y_label if axis is axes[0] else "")
         shown, most = list(map(str, columns)), 12 if len(columns) <= _LEVEL else 24
         shown = [name if len(name) <= most else f"{name[: most - 1]}…" for name in shown]
-        axis.set_xticks(range(len(columns)), shown)
+        axis.set_xticks(range(0, len(columns), step), shown[::step])
         if len(columns) > _LEVEL and max(map(len, shown)) > 3:
             axis.tick_params(axis="x", rotation=90)
-        axis.set_yticks(range(len(rows)), list(map(str, rows)))
+        axis.set_yticks(range(0, len(rows), step), list(map(str, rows))[::step])
         axis.tick_params(length=0)
         unframe(axis)
         colour_bar(figure, drawn, axis, value_label, pad=0.03)
