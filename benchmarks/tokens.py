@@ -141,7 +141,9 @@ def measured(backbone: Any, x: torch.Tensor, defence: Defence) -> tuple[Any, int
         return counts, "-"
     equations = Equations(block, read_spans(block, sent, counts))
     values = equations.family(counts.open).values
-    return counts, int((values < 1e-9 * values[0]).sum()) + len(equations.content) + len(equations.scales) - len(values)
+    return counts, int((values < 1e-9 * values[0]).sum()) + len(equations.content) + int(
+        equations.scales.any(dim=1).sum()
+    ) - len(values)
 
 
 def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace) -> list[Any]:
