@@ -290,7 +290,7 @@ See = Callable[[Batch], Iterator[Segmented]]
 
 def seeing(backbone: Backbone, predict: Predict, how: Inference, precision: str = "fp32") -> See:
     """A function that segments each sample of a batch in its own shape."""
-    spec = backbone.input
+    spec: Any = backbone.input
     window, patch = spec.shape, spec.patch or (1, 1)
 
     def see(batch: Batch) -> Iterator[Segmented]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def in_a_row(grid: tuple[int, ...]) -> bool:
 
 def _strips(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names: Sequence[str]) -> Figure:
     """Each panel on a line: time runs from left to right, frequency from the bottom up."""
-    lines = [(name, panel) for name, row in zip_longest(names, rows, fillvalue="") for panel in row if panel]
+    lines = [(names[number] if names else "", panel) for number, row in enumerate(rows) for panel in row if panel]
     heads = sum(0.2 for _, panel in lines if panel.title)
     figure, axes = canvas(len(lines), 1, PAGE_WIDTH, _STRIP * len(lines) + heads, tight=True)
     for axis, (name, panel) in zip(axes, lines, strict=True):
