@@ -265,8 +265,8 @@ def shuffled(
         if grid not in (None, backbone.grid):
             raise SitusError(f"grid={grid}: {backbone.name} has the fixed grid {backbone.grid}", field="grid")
         return Shuffled(backbone, method, positions, backbone.grid)
-    default = method.grid if method is not None and all(method.grid) else _grid_for(size)
-    cut = grid or default
+    side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8  # the papers' 14 a side where that divides
+    cut = grid or (method.grid if method is not None and all(method.grid) else (side, side))
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
         raise SitusError(f"grid={cut}: must divide inputs of {size[0]}x{size[1]}", field="grid")
     return Shuffled(backbone, method, False, cut)
@@ -381,9 +381,3 @@ def _measure(
             right = torch.zeros_like(answer) if truth is None else answer == hard(truth)
             sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]
     return torch.stack([part.double() for part in sums])
-
-
-def _grid_for(size: tuple[int, int]) -> tuple[int, int]:
-    """The patches shuffled where a model has no tokens: the papers' 14 a side where that divides, else 8."""
-    side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8
-    return side, side

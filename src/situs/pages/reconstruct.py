@@ -12,7 +12,6 @@ from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
 from situs.measure.reconstruct import (
-    Grid,
     Mix,
     PuzzleRatios,
     Reconstruction,
@@ -102,7 +101,9 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
             "right predictions."
         )
         (section if number else page.opening).figure(
-            verdict_figure(result.images, solved),
+            panels(
+                [[*panels_of, image] for image, panels_of in _rows(result.images, solved, verdict_panel)], result.grid
+            ),
             "Black hatched patches are hidden from the model. White patches with a red edge are predicted at a wrong "
             "position. All other patches are predicted right or have kept their position.",
             name=f"verdict-{dropped:g}",
@@ -161,11 +162,6 @@ def _percent(puzzle: Puzzle, row: int) -> str:
     return percent(float(puzzle.right[row].double().mean()), 0)
 
 
-def _title(setting: PuzzleRatios, puzzle: Puzzle, row: int) -> str:
-    symbol = "η" if setting.position_ratio is None else "γ"
-    return f"{symbol} = {setting.ratio:g}: {_percent(puzzle, row)}" if row == 0 else _percent(puzzle, row)
-
-
 def one_image_figure(image: Tensor, solved: Solved, seed: int = 0) -> Figure:
     """MP3's Figure 2 for the first image: context, input and reconstruction at each η."""
     rows: list[list[Panel | None]] = [[Panel(image.numpy(), "image")], [None], [None]]
@@ -173,28 +169,24 @@ def one_image_figure(image: Tensor, solved: Solved, seed: int = 0) -> Figure:
         rows[0].append(context_panel(image, puzzle, setting.text))
         rows[1].append(unordered_panel(image, puzzle, 0, seed))
         rows[2].append(placed_panel(image, puzzle, 0, f"{_percent(puzzle, 0)} right"))
-    return panels(rows, _grid(solved), ["context", "input", "reconstruction"])
+    return panels(rows, next(iter(solved.values())).grid, ["context", "input", "reconstruction"])
 
 
 def placed_figure(images: Tensor, solved: Solved) -> Figure:
     """Each image and its reconstruction at each setting."""
-    return panels([[image, *solutions] for image, solutions in _rows(images, solved, placed_panel)], _grid(solved))
-
-
-def verdict_figure(images: Tensor, solved: Solved) -> Figure:
-    """DropPos's Figure 3: each γ, and the image last."""
-    return panels([[*solutions, image] for image, solutions in _rows(images, solved, verdict_panel)], _grid(solved))
+    rows = [[image, *solutions] for image, solutions in _rows(images, solved, placed_panel)]
+    return panels(rows, next(iter(solved.values())).grid)
 
 
 def _rows(images: Tensor, solved: Solved, draw: Callable[..., Panel]) -> Iterator[tuple[Panel, list[Panel]]]:
     """Each image, and a panel of it for each setting."""
     for row, image in enumerate(images):
-        solutions = [draw(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
+        solutions = []
+        for setting, puzzle in solved.items():
+            symbol = "η" if setting.position_ratio is None else "γ"
+            head = f"{symbol} = {setting.ratio:g}: " if row == 0 else ""
+            solutions.append(draw(image, puzzle, row, f"{head}{_percent(puzzle, row)}"))
         yield Panel(image.numpy(), "image" if row == 0 else ""), solutions
-
-
-def _grid(solved: Solved) -> Grid:
-    return next(iter(solved.values())).grid
 
 
 def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -> Figure:

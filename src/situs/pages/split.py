@@ -35,7 +35,11 @@ def page(audit: SplitAudit) -> Page:
     summary = audit.summary()
     page = Page(f"Split audit of {audit.name}", summary.sentence)
     _judge(page, audit)
-    attackers = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
+    attackers: dict[str, Cell] = {}
+    for name in filter(ATTACKS.__contains__, audit.asked):
+        attacker, knows = ATTACKS[name]
+        does = (attacker.__doc__ or "").split("\n")[0].rstrip(".")
+        attackers[f"attacker {name}"] = f"knows {knows}. {does}"
     page.box("Threat model").facts(THREAT).fold("What each attacker knows", Section("").facts(attackers))
     if summary.notes:
         page.section("Verdict").text("\n\n".join(summary.notes))
@@ -71,12 +75,6 @@ def _judge(page: Page, audit: SplitAudit) -> None:
         bars = {name: value for name, value in bars.items() if value is not None}
         bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
         page.opening.bars(bars, "dB", "PSNR of the best attacker's images, by what the client sends.")
-
-
-def _about(name: str) -> Cell:
-    attacker, knows = ATTACKS[name]
-    does = (attacker.__doc__ or "").split("\n")[0].rstrip(".")
-    return f"knows {knows}. {does}"
 
 
 def _add_table(section: Section, table: Table) -> None:

@@ -76,7 +76,10 @@ def write_playground(
     for short in (False, True):
         if short:
             coarse = rounded(model.trained)
-            error = _difference(model, coarse, inputs[:16])
+            with evaluating(model.trained, coarse):
+                few_inputs = inputs[:16].to(model.device)
+                before, after = (_logits(trained, few_inputs) for trained in (model.trained, coarse))
+            error = float((before - after).abs().max())
             tensors = described(model, coarse)[1]
         weights, about["tensors"] = packed(tensors, short=short)
         page = _render(about | {"bits": 16 if short else 32, "error": error}, weights, raw)
@@ -109,13 +112,6 @@ def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
     turn = torch.tensor([int((labels[:n] == labels[n]).sum()) for n in range(len(labels))])
     order = torch.argsort(turn * (int(labels.max()) + 1) + labels, stable=True)
     return pixels[order].permute(0, 2, 3, 1).contiguous(), inputs[order], labels[order].tolist()
-
-
-def _difference(model: Model, coarse: Any, inputs: Tensor) -> float:
-    """The largest difference of a logit of the rounded model."""
-    with evaluating(model.trained, coarse):
-        before, after = (_logits(trained, inputs.to(model.device)) for trained in (model.trained, coarse))
-    return float((before - after).abs().max())
 
 
 def _logits(trained: Any, inputs: Tensor) -> Tensor:

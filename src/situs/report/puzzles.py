@@ -95,16 +95,12 @@ def _draw(axis: Axes, panel: Panel, grid: tuple[int, ...]) -> None:
         (panel.wrong, "white", RED, None),
     ):
         if places is not None:
-            _mark(axis, _corners(places, grid) * step, step, face, edge, stroke)
+            index = np.flatnonzero(np.asarray(places))
+            corners = np.stack([index % grid[1], index // grid[1]], axis=-1) * step  # top left, (x, y)
+            _mark(axis, corners, step, face, edge, stroke)
     if panel.outlined is not None:
         lines = outline(np.asarray(panel.outlined, dtype=bool).reshape(grid)) * step
         axis.add_collection(LineCollection(list(lines), colors=GREEN, linewidths=1.3, clip_on=False, capstyle="round"))
-
-
-def _corners(places: Any, grid: tuple[int, ...]) -> np.ndarray:
-    """The top left corners (x, y) of positions, in patches, [n, 2]."""
-    index = np.flatnonzero(np.asarray(places))
-    return np.stack([index % grid[1], index // grid[1]], axis=-1)
 
 
 def _mark(axis: Axes, corners: np.ndarray, step: np.ndarray, face: str, edge: str | None, stroke: str | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -99,11 +99,6 @@ class PrefetchLoader:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def initialising(config: RunConfig, backbone: Backbone) -> Sequence[str]:
-    """Loads the weights that `config.init` names, of any model but a locked one."""
-    return starting()(config, backbone)
-
-
 def train_split(
     config: RunConfig,
     call: Call,
@@ -112,7 +107,7 @@ def train_split(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     key: AnyKey | None = None,
-    start: Start = initialising,
+    start: Start | None = None,
     device: str | None = None,
     quiet: bool = False,
 ) -> TrainResult:
@@ -120,7 +115,7 @@ def train_split(
 
     call: the transport (`situs.split.transport.connect.Connection`, or a `Server` in this process). hide: how features
     are hidden; a resumed run has its own. key: determines permutations and noise; None makes one in the run's folder.
-    start: loads the weights of `config.init` into a new backbone.
+    start: loads the weights of `config.init` into a new backbone; default: those of any model but a locked one.
     """
     if (out is None) == (resume is None):
         raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
@@ -136,7 +131,8 @@ def train_split(
     if config.data.modality.ids:
         note("the server sees the length of every sentence, because the padding is marked")
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
-    return _Training(config, loader, where, folder, resume is not None, key, start, quiet).run(call, hiding)
+    begin = start or starting()
+    return _Training(config, loader, where, folder, resume is not None, key, begin, quiet).run(call, hiding)
 
 
 def _plain(config: RunConfig) -> Any:

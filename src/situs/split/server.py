@@ -269,8 +269,12 @@ class Server:
         if self.common is not None:
             return Session(name, owner, self.common, self.common_folder, self._sequences(), keep=keep, shared=True)
         path = self.out / "sessions" / name
-        if not path.exists() and self._stored(owner) >= self.limits.kept:
-            raise RefusedError(f"this server already stores {self.limits.kept} trainings and accepts no more", "full")
+        if not path.exists():
+            tables = map(read_table, (self.out / "sessions").glob("*/config.json"))
+            owners = [table.get("split", {}).get("owner") for table in tables if not isinstance(table, str)]
+            if owners.count(owner) >= self.limits.kept:
+                reason = f"this server already stores {self.limits.kept} trainings and accepts no more"
+                raise RefusedError(reason, "full")
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
         if recorded.get("owner") != owner:
@@ -281,12 +285,6 @@ class Server:
         if not folder.steps():
             session.save()
         return session
-
-    def _stored(self, owner: str) -> int:
-        """The number of trainings of a client on disk."""
-        files = (self.out / "sessions").glob("*/config.json")
-        tables = [table for path in files if not isinstance(table := read_table(path), str)]
-        return sum(table.get("split", {}).get("owner") == owner for table in tables)
 
     @staticmethod
     def _go_back(session: Session, steps: set[int]) -> None:

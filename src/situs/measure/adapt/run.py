@@ -388,21 +388,16 @@ class Search:
             learner = trained
         assert learner is not None
         self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), self.pool.things)}")
-        new = pretrained_origin(learner, self.method)
+        source, blind = addressed_model(learner), not learner.sees_positions
+        assert source is not None
+        # New positions are learned where the pretraining used none.
+        new = Initial(self.method, source, "learned" if blind else None, "none" if blind else None)
         self.banks[new] = self.bench.features(self.bench.make(new, "class means")[1].backbone)[0]
         return new
 
 
 def _clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def pretrained_origin(learner: Method, method: str) -> Initial:
-    """The pretrained weights as initial weights; new positions are learned where the pretraining used none."""
-    blind = not learner.sees_positions
-    source = addressed_model(learner)
-    assert source is not None
-    return Initial(method, source, "learned" if blind else None, "none" if blind else None)
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
