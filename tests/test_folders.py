@@ -117,7 +117,7 @@ def test_python_does_the_same_with_a_folder_and_with_what_is_in_memory(photos: P
         run = situs.pretrain({"path": data, "img_size": 16}, backbone=SHAPE, out=tmp_path / f"{number}", **quick)
         tuned = situs.finetune(run, data=data, out=tmp_path / f"{number}t", **quick)
         near = [evaluate_knn(model, data, k=2) for model in (tuned, run)]
-        evaluate_probe(run, data, kind="class", weight_decays=(0.1,))
+        evaluate_probe(run, data, kind="class")
         train, val = (names(load_any(situs.open_model(tuned), data, split=split).source) for split in ("train", "val"))
         assert train.isdisjoint(val) and len(train | val) == COUNT + (number == 0)
         judged: Any = situs.evaluate_accuracy(tuned, data)

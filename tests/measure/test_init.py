@@ -74,9 +74,9 @@ def test_one_set_will_do_where_nothing_is_learned_from_it() -> None:
 def test_what_learns_from_the_images_is_judged_on_others(folder: Path) -> None:
     knn = measure.evaluate_knn(classifier(), folder, k=3, train_count=9)
     assert (knn.bank, knn.count) == (9, 12)
-    classes = measure.evaluate_probe(classifier(), folder, kind="class", weight_decays=(0.1,))
+    classes = measure.evaluate_probe(classifier(), folder, kind="class")
     assert next(iter(classes.probes.values())).score.count == 12
-    places = measure.evaluate_probe(classifier(), folder, after=classifier(1), weight_decays=(0.1,))
+    places = measure.evaluate_probe(classifier(), folder, after=classifier(1))
     assert list(places.probes) == ["vit_tiny_patch16_224", "vit_tiny_patch16_224 (after)"]
     found = measure.extract_features(classifier(), folder, split="val", count=5)
     assert found.features.shape == (5, 16) and found.classes == CLASSES and len(found.names or ()) == 5

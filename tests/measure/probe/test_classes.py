@@ -26,13 +26,14 @@ def batches(count: int, start: int, labels: bool = True) -> list[Batch]:
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
-def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
+def test_accuracy_and_loss_are_scikit_learns(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
     torch.manual_seed(0)
     backbone = small_vit(8, depth=1, width=12, num_classes=3)
-    found = probe_class(backbone, batches(150, 0), batches(90, 1000), 3, pool=pool, weight_decays=(1e-2,))  # type: ignore[arg-type]
+    monkeypatch.setattr("situs.measure.probe.linear.WEIGHT_DECAYS", (1e-2,))
+    found = probe_class(backbone, batches(150, 0), batches(90, 1000), 3, pool=pool)  # type: ignore[arg-type]
     sets = []
     with torch.no_grad():
         for parts in (batches(150, 0), batches(90, 1000)):

@@ -66,11 +66,11 @@ def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
     mark = torch.randn(16, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     picture = mark.view(4, 4, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, 8, 8)
     shown = [[Batch(picture + 0.05 * b.inputs, b.ids) for b in batches(60, start)] for start in (0, 100)]
-    found = probe_position(backbone, *shown, unknown, weight_decays=(1e-4,))
+    found = probe_position(backbone, *shown, unknown)
     assert found.score.accuracy > 0.95
     assert found.distance < 0.2
     assert (found.score.count, found.train_count, len(found.score.answers)) == (60 * 12, 60, 16)
-    blind = probe_position(backbone, batches(60), batches(60, 100), unknown, weight_decays=(0.1,))
+    blind = probe_position(backbone, batches(60), batches(60, 100), unknown)
     assert abs(blind.score.accuracy - 1 / 16) < 4.5 * (1 / 16 * 15 / 16 / (60 * 12)) ** 0.5
     assert blind.distance > 1.5
     assert found.guess == pytest.approx(1.53, abs=0.1)  # from an inner place of 4 × 4
@@ -80,10 +80,7 @@ def test_weights_stay_and_the_answer_is_the_same_every_time() -> None:
     method = DropPos(make("sincos"), DropPosConfig(decoder_width=16, decoder_heads=2)).train()
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     own = unknown_position_of(of(method))
-    one, two = (
-        probe_position(method.backbone, batches(8), batches(6, 50), own, weight_decays=(1e-2, 1e-1), seed=1)
-        for _ in range(2)
-    )
+    one, two = (probe_position(method.backbone, batches(8), batches(6, 50), own, seed=1) for _ in range(2))
     assert torch.equal(one.score.answers, two.score.answers)
     assert one.fitted.weight_decay == two.fitted.weight_decay
     assert method.training

@@ -29,7 +29,6 @@ from situs.measure.accuracy import ByClass, class_figures, class_table, hard, he
 from situs.measure.features import Pool, extract
 from situs.measure.probe.linear import (
     AT_ONCE,
-    WEIGHT_DECAYS,
     Linear,
     Probe,
     Probes,
@@ -71,7 +70,6 @@ def evaluate_probe(
     train_count: int = 2000,
     ratio: float = RATIO,
     pool: Pool = "mean",
-    weight_decays: Sequence[float] = WEIGHT_DECAYS,
     precision: str = "fp32",
     seed: int = 0,
     **chosen: Unpack[Chosen],
@@ -95,14 +93,13 @@ def evaluate_probe(
     if kind == "position" and len(grids) > 1:
         listed = " and ".join(map(str, sorted(grids)))
         raise SitusError(f"the two models must have the same grid, but have the grids {listed}", field="after")
-    shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
     probes: dict[str, Any] = {}
     origins, classes = {}, ()
     for name, opened_model in tracked([*models.items()], "models"):
         target = "mask" if kind == "segments" else "class"
         source = addressed(data) or first.data.path or None
         train, test = load_bank(opened_model, source, train_count=train_count, target=target, **chosen)
-        options = {**shared, "positions": opened_model.positions}
+        options = {"seed": seed, "precision": precision, "positions": opened_model.positions}
         if kind == "class":
             classes = check_labels(test)
             probes[name] = probe_class(opened_model.backbone, train, test, len(classes), pool=pool, **options)
@@ -196,7 +193,6 @@ def probe_class(
     seed: int = 0,
     precision: str = "fp32",
     positions: bool = True,
-    weight_decays: Sequence[float] = WEIGHT_DECAYS,
 ) -> ClassProbe:
     """Fits to the pooled features of `train` and scores on those of `test`.
 
@@ -210,7 +206,7 @@ def probe_class(
             raise SitusError("a classification probe needs labels, and the data has none", field="data")
         sets.append((features.features, hard(features.labels)))
     (inputs, labels), test_set = sets
-    fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
+    fitted = fit_probe(inputs, labels, classes, seed=seed)
     return ClassProbe(score(fitted.linear, [test_set], classes), fitted, len(labels), pool)
 
 
@@ -377,7 +373,6 @@ def probe_position(
     seed: int = 0,
     precision: str = "fp32",
     positions: bool = True,
-    weight_decays: Sequence[float] = WEIGHT_DECAYS,
 ) -> PositionProbe:
     """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
 
@@ -404,7 +399,7 @@ def probe_position(
         if not parts:
             raise SitusError("there are no samples to fit the probe to", field="data")
         inputs, places, groups = (torch.cat(part) for part in zip(*parts, strict=True))
-        fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
+        fitted = fit_probe(inputs, places, count, groups=groups, seed=seed)
         scores = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
     distance_of = distances(grid)
     error = float((scores.answers.double() * distance_of).sum() / scores.count)
@@ -510,7 +505,6 @@ def probe_segments(
     seed: int = 0,
     precision: str = "fp32",
     positions: bool = True,
-    weight_decays: Sequence[float] = WEIGHT_DECAYS,
 ) -> SegmentProbe:
     """Fits to the patch features of `train`, kept on the device, and scores on `test`.
 
@@ -539,7 +533,7 @@ def probe_segments(
             return _judged(linear, features[rows], masks[rows], backbone.out_grid)
 
         groups = torch.arange(len(features), device=features.device)
-        fitted = choose_decay(groups, fit, judge, weight_decays, seed)
+        fitted = choose_decay(groups, fit, judge, seed)
 
         def predict(inputs: Tensor) -> Tensor:
             return resize(grid_logits(fitted.linear, patches(inputs), backbone.out_grid), inputs.shape[2:])

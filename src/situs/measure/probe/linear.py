@@ -7,7 +7,7 @@ is fitted to the whole training set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,6 @@ from situs.core.random import uniform
 from situs.data.loader import Loader, make_loader
 from situs.data.sampler import sample_of
 from situs.errors import SitusError
-from situs.limits import check_values
 from situs.measure.accuracy import hard, labels_of
 from situs.methods.base import Batch, Method
 from situs.models.inference import Total, evaluating
@@ -147,11 +146,10 @@ class Probes(Result, Generic[P]):
 
     def details(self) -> list[Table]:
         """How the weight decay was chosen, and how each model's numbers were made."""
-        tried = self.tried()
         keys = dict.fromkeys(key for origin in self.origins.values() for key in origin.facts)
         rows = [[key, *(origin.facts.get(key) for origin in self.origins.values())] for key in keys]
         facts = Table("How the numbers were measured", ["", *self.origins], rows)
-        return [*([tried] if tried.rows else []), *([facts] if rows else [])]
+        return [self.tried(), *([facts] if rows else [])]
 
 
 def fit_probe(
@@ -160,7 +158,6 @@ def fit_probe(
     classes: int,
     *,
     groups: Tensor | None = None,
-    weight_decays: Sequence[float] = WEIGHT_DECAYS,
     seed: int = 0,
 ) -> Fitted:
     """Chooses the weight decay on a selection part and fits to everything.
@@ -177,14 +174,13 @@ def fit_probe(
         return scores.accuracy, scores.loss
 
     member = torch.arange(len(labels), device=labels.device) if groups is None else groups
-    return choose_decay(member, fit, judge, weight_decays, seed)
+    return choose_decay(member, fit, judge, seed)
 
 
 def choose_decay(
     groups: Tensor,
     fit: Callable[[Tensor, float, Linear | None], Linear],
     judge: Callable[[Tensor, Linear], tuple[float, float]],
-    weight_decays: Sequence[float],
     seed: int,
 ) -> Fitted:
     """Chooses the weight decay on a part of the rows and fits to all of them.
@@ -192,14 +188,11 @@ def choose_decay(
     groups: [n], see `fit_probe`. fit: (rows [n] bool, weight decay, start) -> the classifier. judge: (rows, classifier)
     -> its accuracy and loss on them.
     """
-    check_values("weight_decays", weight_decays, "> 0")
     whole = torch.ones(len(groups), dtype=torch.bool, device=groups.device)
-    if len(weight_decays) == 1:
-        return Fitted(fit(whole, weight_decays[0], None), weight_decays[0], ())
     chosen_on = selection_rows(groups, seed)
     tried: list[Tried] = []
     start = None
-    for decay in tracked(sorted(weight_decays, reverse=True), "fitting"):  # each starts from the one before
+    for decay in tracked(sorted(WEIGHT_DECAYS, reverse=True), "fitting"):  # each starts from the one before
         start = fit(~chosen_on, decay, start)
         tried.append(Tried(decay, *judge(chosen_on, start)))
     best = max(tried, key=lambda trial: trial.accuracy).weight_decay
