@@ -4,17 +4,11 @@
 that `situs.pages.publish` writes.
 """
 
-from situs.bench.cases import StepCase, StepConfig, Timing
-from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.step import StepTable, bench_step, read_steps
-
-__all__ = [
-    "StepCase",
-    "StepComparison",
-    "StepConfig",
-    "StepTable",
-    "Timing",
-    "bench_step",
-    "compare_steps",
-    "read_steps",
-]
+from situs.bench.cases import StepCase as StepCase
+from situs.bench.cases import StepConfig as StepConfig
+from situs.bench.cases import Timing as Timing
+from situs.bench.compare import StepComparison as StepComparison
+from situs.bench.compare import compare_steps as compare_steps
+from situs.bench.step import StepTable as StepTable
+from situs.bench.step import bench_step as bench_step
+from situs.bench.step import read_steps as read_steps
