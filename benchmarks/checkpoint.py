@@ -99,7 +99,7 @@ def measure(name: str, batch: int, saves: int, place: Path, device: torch.device
         training.wait()
         free = time.perf_counter()
         done = training.count
-        while run.writing:
+        while not run._background._pending.done():  # nobody else needs to know without waiting
             training.step()
             training.wait()
         ended = time.perf_counter()
