@@ -11,10 +11,12 @@ import pytest
 
 from situs.errors import SitusError
 from situs.measure.runs import (
+    MAJORITY,
     Runs,
     analyze_runs,
     best,
     curve,
+    is_judged,
     last,
     metric_names,
     read_runs,
@@ -156,6 +158,17 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
     for folder in folders:
         write_run(folder, records(10))
     assert [run.name for run in read_runs([*folders, folders[0]])] == ["a/run", "b/run"]
+
+
+@pytest.mark.parametrize(
+    ("name", "judged"),
+    [
+        ("loss", False), ("lr", False), ("mlp_norm", False), ("val_loss", True), ("val_accuracy", True),
+        ("knn", True), ("position_accuracy", True), ("val_knn_accuracy", True), (MAJORITY, False),
+    ],
+)  # fmt: skip
+def test_a_run_is_judged_by_what_it_does_on_held_out_data_and_by_accuracies(name: str, judged: bool) -> None:
+    assert is_judged(name) == judged
 
 
 def test_equal_runs_are_not_best_and_worst_at_once(tmp_path: Path) -> None:
