@@ -11,10 +11,13 @@ import torch
 from victims import LEARNED, vit
 
 from situs.audit.attacks.solver import DEFLATED, SOLVED, Descent, Range, Tokens
+from situs.audit.attacks.tokens import search as module
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import count, read_spans
 from situs.audit.attacks.tokens.search import (
     CHUNK,
+    GROWTH,
+    LEAST,
     PICTURES,
     VAIN,
     Candidates,
@@ -187,6 +190,25 @@ def test_all_tokens_are_found_each_once(make: Any, batch: int) -> None:
         away = torch.cdist(roots.tokens.x[roots.at(place)], real)
         assert float(away.min(dim=1).values.max()) < 1e-4
         assert sorted(away.argmin(dim=1).tolist()) == list(range(len(real)))
+
+
+@torch.no_grad()
+def test_rounds_have_more_starts_and_finer_ones_only_once_paths_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = scene(vit(size=8), 2)
+    rounds: list[tuple[int, int, bool]] = []
+
+    def begin(search: Any, roots: Roots, places: torch.Tensor, number: int, fine: bool = False) -> Tokens:
+        rounds.append((len(roots.place), len(places), fine))
+        return _starts(search, roots, places, number, fine)
+
+    monkeypatch.setattr(module, "_starts", begin)
+    roots = find_roots(search, 2)
+    assert bool((roots.lacking == 0).all())
+    assert rounds[0] == rounds[1] == (0, 4, False)  # one path from each place, with smooth pictures
+    known = [count for count, _, _ in rounds]
+    assert known == sorted(known)
+    assert all(count <= GROWTH * LEAST for _, count, _ in rounds)
+    assert all(LEAST <= count < LEAST + 4 and not fine for known, count, fine in rounds[2:] if not known)
 
 
 @torch.no_grad()
