@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.data.batch import VOID
 from situs.errors import SitusError
-from situs.measure.perplexity import measure_perplexity
+from situs.measure.perplexity import Perplexity, WordScores, measure_perplexity
 from situs.methods.base import Batch
 
 
@@ -32,3 +32,14 @@ def test_blocks_of_one_word_have_nothing_to_guess() -> None:
     words = torch.tensor([[0], [1]])
     with pytest.raises(SitusError, match="no word to predict"):
         measure_perplexity(repeating, [Batch(words, torch.arange(2), {"words": words})])
+
+
+def test_the_summary_says_the_scores_in_words_and_figures() -> None:
+    result = Perplexity(WordScores(12.345678, 2.5132938, 0.4321987, 1200))
+    summary = result.summary()
+    assert summary.sentence == (
+        "model has a perplexity of 12.35 on 1,200 words: the model is as uncertain about the next word as a random "
+        "choice among 12.3 words."
+    )
+    assert summary.tables[0].rows == [["model", "12.3457", "2.51329", "43.22 %"]]
+    assert list(summary.numbers) == [("12.35", "perplexity")]
