@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from situs.cli import model_args
-from situs.cli.model_args import OpenArgs, open_one_of
+from situs.cli.model_args import NamedArgs, open_one_of
 
 GIVEN: dict[str, Any] = {
     "weights": Path("w.safetensors"),
@@ -41,12 +41,12 @@ def test_each_model_takes_the_flags_of_its_kind(
     for name in ("run", "run=1", "locked"):
         (tmp_path / name).mkdir()
     (tmp_path / "locked" / "manifest.json").write_text(json.dumps({"format": "situs-lock"}))
-    calls: list[tuple[str, OpenArgs]] = []
+    calls: list[tuple[str, NamedArgs]] = []
     monkeypatch.setattr(model_args, "open_named", lambda *call: calls.append(call))
     source = source.format(tmp_path)
-    open_one_of(source, OpenArgs(**GIVEN))
+    open_one_of(source, NamedArgs(model=source, **GIVEN))
     ((opened, args),) = calls
     assert opened == source
-    empty = OpenArgs()
+    empty = NamedArgs(model=source)
     expected = {name: value if name in taken else getattr(empty, name) for name, value in GIVEN.items()}
     assert {name: getattr(args, name) for name in GIVEN} == expected
