@@ -106,7 +106,7 @@ def test_limits_that_mean_nothing_are_refused() -> None:
     assert {parse_limit(f"{name}=0", METRICS).metric for name in METRICS} == set(METRICS)
     for text, said in (
         ("psnr=20", "unknown metric"),
-        ("tokens=1", "pass a perfect copy"),
+        ("tokens=1", "pass even a perfect copy"),
         ("tokens=x", "tokens=0.1"),
         ("tokens", "METRIC=NUMBER"),
     ):
