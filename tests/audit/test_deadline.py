@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
+from typing import Any
 
 import pytest
+import torch
 
-from situs.audit.deadline import FIRST, SECOND, Deadline, first_ctrl_c
+from situs.audit.deadline import FIRST, SECOND, Deadline, StoppedError, first_ctrl_c
 from situs.errors import SitusError
 
 
@@ -136,3 +139,23 @@ def test_a_search_that_ended_by_its_own_limit_is_not_laid_to_the_time_limit() ->
     short.begin(2, most=3)  # its even share is less than its own limit
     now[0] = 603
     assert short.over() and short.reason == "the time limit of 4 s"
+
+
+def test_what_is_cut_off_restores_the_state_of_torch() -> None:
+    """Else the training loop that goes on after an audit has no gradients."""
+    weight = torch.zeros(2, requires_grad=True)
+    cut: Any = Deadline(seconds=60.0).enforced()
+
+    def attack() -> None:
+        weight.requires_grad_(False)
+        try:
+            with torch.no_grad():
+                cut.end = time.monotonic() - 1
+                torch.zeros(1)
+        finally:
+            torch.zeros(1)  # a clean-up that calls torch
+            weight.requires_grad_(True)
+
+    with pytest.raises(StoppedError), cut:
+        attack()
+    assert torch.is_grad_enabled() and weight.requires_grad

@@ -52,6 +52,7 @@ def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
     found = replace(table(0.010, 0.012), failed=((StepCase(method="mae"), "no memory"),))
     (tmp_path / "step.json").write_text(json.dumps(found.to_json()))
     assert read_steps(tmp_path / "step.json") == found
+    assert replace(found, rows=()).summary().sentence == "No case could be measured."
     assert found.to_json()["rows"][0]["ceiling_share"] == pytest.approx(4e12 / 0.011 / 8e14)
 
 

@@ -194,6 +194,15 @@ def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
     assert found.identity != open_model(plain()).identity
     with pytest.raises(SitusError, match=r"img_size=32: a run has its own"):
         open_model(tmp_path / "run", img_size=32)
+    with pytest.raises(
+        SitusError, match=r"^unknown option 'time_limit'; the options of a model are drop_path, example"
+    ):
+        open_model(tmp_path / "run", time_limit=32)
+    (tmp_path / "run" / "split.json").touch()  # as beside the client's part of a split training
+    with pytest.raises(
+        SitusError, match=r"run: is the client's part .* lacks the server's blocks; .* situs split merge"
+    ):
+        open_model(tmp_path / "run")
 
 
 @pytest.mark.parametrize("half", [False, True])

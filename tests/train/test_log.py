@@ -41,7 +41,10 @@ def test_a_record_as_a_person_reads_it() -> None:
 def test_plain_lines_where_there_is_no_terminal(run: RunFolder) -> None:
     out = io.StringIO()
     log = Log(run, 0, 100, console=Console(file=out, width=40, soft_wrap=True))
-    log.step(RECORD)
+    progress: list[str] = []
+    with listening(lambda tasks: progress.append(in_words(tasks))), task("training", 100):
+        log.step(RECORD)
+    assert {*progress} == {"training", ""}  # else the progress line repeats a record, and keeps it when it is old
     log.say("[not] markup")
     log.close()
     lines = out.getvalue().splitlines()

@@ -13,6 +13,7 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from situs.limits import check_value
@@ -112,15 +113,21 @@ class Deadline:
         return f"the time limit of {self.seconds:g} s"
 
 
+_RESTORING = (torch._C._set_grad_enabled, torch.set_grad_enabled, torch.Tensor.requires_grad_)
+"""Calls that end a context: cut off there, a process would be left without gradients."""
+
+
 class _CutOff(TorchFunctionMode):
-    """Raises `StoppedError` at the first call of torch after `end`, in seconds of the monotonic clock."""
+    """Raises `StoppedError` at the first call of torch after `end`, in seconds of the monotonic clock, and then once in
+    `GRACE` seconds: what is cut off restores its state by torch too."""
 
     def __init__(self, end: float) -> None:
         super().__init__()
         self.end = end
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if time.monotonic() > self.end:
+        if time.monotonic() > self.end and func not in _RESTORING:
+            self.end = time.monotonic() + GRACE
             raise StoppedError
         return func(*args, **(kwargs or {}))
 

@@ -107,7 +107,7 @@ class StepTable(Result):
 
     def _sentence(self) -> str:
         if not self.rows:
-            return f"None of the {len(self.failed)} cases could be measured."
+            return "No case could be measured."
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)

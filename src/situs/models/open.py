@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.config import BackboneConfig
 from situs.backbones.create import create_shapes
 from situs.backbones.weights import describe_left_out, load_into, load_weights, read_state_dict
 from situs.config import checks_arguments, from_dict
@@ -93,6 +95,10 @@ def _open(
     fields: dict[str, Any],
 ) -> Model:
     fields = {name: value for name, value in fields.items() if value is not None}
+    known = {field.name for field in fields_of(BackboneConfig)} - {"name", "weights"} | {"example"}
+    if unknown := sorted(fields.keys() - known - {"pretrained"}):
+        shaping = ", ".join(sorted(known))
+        raise SitusError(f"unknown option {unknown[0]!r}; the options of a model are {shaping}", field=unknown[0])
     weights = None if weights is None else str(weights)
     if isinstance(source, Model):
         _refuse("an open model", weights=weights, **fields)

@@ -27,8 +27,9 @@ from situs.locks.veil import Cut, Veil, check_veil, deviation, parse_veil
 from situs.split.client import Call, Client
 from situs.split.parts import layout
 from situs.train.checkpoint.files import read_table
+from situs.train.run import CLIENTS_PART
 
-FACTS, KEY = "split.json", "owner.key"
+FACTS, KEY = CLIENTS_PART, "owner.key"
 SAMPLES, PIECE = 256, 32
 """Samples that the unit of σ is measured on, and their batch size."""
 

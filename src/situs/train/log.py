@@ -172,9 +172,7 @@ class Log:
         """Writes the record of a log step to the file and the trackers, and shows it."""
         self.keep(record)
         line = f"step {record['step']}/{self.total} · {describe(record, skip=('step',))}"
-        latest(line)
-        if not self.console.is_terminal:
-            self.say(line)
+        (latest if self.console.is_terminal else self.say)(line)
 
     def keep(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the file and the trackers. JSON has no NaN: such a value is null."""

@@ -154,6 +154,10 @@ class Loaded(NamedTuple):
     ema: bool
 
 
+CLIENTS_PART = "split.json"
+"""The file of `situs.split` beside the client's part of a training whose blocks are on a server."""
+
+
 def load_run(
     path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None, as_trained: bool = False
 ) -> Loaded:
@@ -165,6 +169,11 @@ def load_run(
     if not is_run(path):
         raise SitusError(f"{path}: is not a run: it has no config.json with checkpoints beside it")
     path, step = run_and_step(path)
+    if (Path(path) / CLIENTS_PART).is_file():
+        raise SitusError(
+            f"{path}: is the client's part of a split training and lacks the server's blocks; join both parts with "
+            "situs split merge, or measure with situs split infer --server HOST:PORT"
+        )
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
     checkpoint = run.chosen(step)

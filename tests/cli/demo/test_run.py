@@ -83,6 +83,7 @@ def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: t
     articles = re.findall(r"<article.*?</article>", page, re.DOTALL)
     assert len(articles) == len(told(page)) == 5
     assert all("<img" in each or 'role="img"' in each for each in articles)
+    assert "Training for 1 epoch. Each patch" in page
     assert page.index("</article>") < page.index("<section")
     for number, (title, value, of) in enumerate(told(page), start=1):
         assert f"  {number}  {title}\n     {value} {of}\n" in printed

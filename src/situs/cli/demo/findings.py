@@ -21,6 +21,7 @@ from situs.audit.split.audit import audit_split
 from situs.cli.demo.stage import AFTER, ALONE, GRID, PATCH, PLACES, Stage, classify, pretrain
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
+from situs.errors import counted
 from situs.measure.reconstruct import PuzzleRatios, analyze_reconstruct, paint_places
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_panel, unordered_panel
 from situs.progress import took
@@ -71,7 +72,9 @@ def find_places(stage: Stage) -> Finding:
         "chance": (steps, [100 / PLACES for _ in steps]),
     }
     drawn = figures.curves(lines, "step", "patches placed right, %")
-    section.figure(drawn, f"Training for {stage.length.epochs} epochs. Each patch attends to half of the patches.")
+    section.figure(
+        drawn, f"Training for {counted(stage.length.epochs, 'epochs')}. Each patch attends to half of the patches."
+    )
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
     section.figure(drawn, "One image at several η, the ratio of masked patches.")
     section.figure(
