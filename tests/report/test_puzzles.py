@@ -59,11 +59,20 @@ def test_positions_in_a_row_are_strips_with_time_to_the_right_and_frequency_upwa
         png(figure)
         first, second = figure.axes
         assert np.allclose(first.images[0].get_array(), clip[0, ::-1])
-        assert first.get_title() == "a" and [axis.texts[0].get_text() for axis in figure.axes] == ["one", "two"]
+        assert first.get_title() == "a" and [axis.texts[0].get_text() for axis in figure.axes] == ["one", "two\na"]
         (empty,) = first.patches
         assert (*empty.get_xy(), empty.get_width(), empty.get_height()) == (1, 0, 1, 3)
         segments = np.array(second.collections[0].get_segments())
         assert (segments[..., 0].min(), segments[..., 0].max()) == (1, 2)
+
+
+def test_strips_name_the_setting_of_their_column() -> None:
+    clip = np.zeros((1, 2, 6), dtype=np.float32)
+    rows = [[Panel(clip, "image"), Panel(clip, "η = 0: 2 %")], [None, Panel(clip)], [Panel(clip), Panel(clip, "1 %")]]
+    figure = panels(rows, (1, 6), ["context", "input", "more"])
+    beside = [axis.texts[0].get_text() for axis in figure.axes]
+    assert beside == ["context", "context", "input\nη = 0", "more\nimage", "more\nη = 0"]
+    assert [axis.get_title() for axis in figure.axes] == ["image", "η = 0: 2 %", "", "", "1 %"]
 
 
 def test_masks_of_a_row_of_images_are_outlined() -> None:

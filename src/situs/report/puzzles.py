@@ -71,8 +71,14 @@ def in_a_row(grid: tuple[int, ...]) -> bool:
 
 
 def _strips(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names: Sequence[str]) -> Figure:
-    """Each panel on a line: time runs from left to right, frequency from the bottom up."""
-    lines = [(names[number] if names else "", panel) for number, row in enumerate(rows) for panel in row if panel]
+    """Each panel on a line: time runs from left to right, frequency from the bottom up. What the first row says above a
+    column, such as its η, stands beside the other panels of that column."""
+    above = {column: panel.title.partition(":")[0] for column, panel in enumerate(rows[0]) if panel}
+    lines: list[tuple[str, Panel]] = []
+    for number, row in enumerate(rows):
+        for column, panel in enumerate(row):
+            beside = (names[number] if names else "", above.get(column, "") if number else "")
+            lines += [] if panel is None else [("\n".join(filter(None, beside)), panel)]
     heads = sum(0.2 for _, panel in lines if panel.title)
     figure, axes = canvas(len(lines), 1, PAGE_WIDTH, _STRIP * len(lines) + heads, tight=True)
     for axis, (name, panel) in zip(axes, lines, strict=True):
