@@ -183,11 +183,12 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     monkeypatch.setenv("FAKE_STEP", "0.15")
     said: list[str] = []
     kept: list[StudyResult] = []
-    for _ in range(2):
-        how = StudyOptions(minutes=0.6 / 60, at_once=2)
+    for at_once in (1, 2, 2):
+        how = StudyOptions(minutes=0.6 / 60, at_once=at_once)
         cut = run(study, tmp_path / "out", how=how, say=said.append, keep=kept.append)
         assert any(task.state == "begun" for task in cut.tasks)
-    assert any(" min is reached" in line and "2 running jobs" in line for line in said)
+    assert any(" min is reached; 2 running jobs save a checkpoint" in line for line in said)
+    assert any(" min is reached; 1 running job saves a checkpoint" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append, keep=kept.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2

@@ -24,7 +24,7 @@ from situs import progress
 from situs.config import Checked
 from situs.data.open import SAMPLES
 from situs.data.work import cores
-from situs.errors import SitusError, counted, reason_of
+from situs.errors import SitusError, counted, reason_of, verb
 from situs.files import make_folder, read_json, write_text
 from situs.folder_lock import lock_folder
 from situs.limits import Count, Positive
@@ -178,8 +178,8 @@ class _Runner:
                     bar.tell(ended + sum(at_work.values()), listed)
                     if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.requested else f"the time limit of {minutes:g} min is reached"
-                        count = len(self.running)
-                        self.say(f"{why}; {counted(count, 'running jobs')} save a checkpoint; repeat the command later")
+                        saving = f"{counted(len(self.running), 'running jobs')} {verb(len(self.running), 'save')}"
+                        self.say(f"{why}; {saving} a checkpoint; repeat the command later")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
