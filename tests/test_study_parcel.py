@@ -115,10 +115,10 @@ def test_what_a_run_is_known_by_goes_along_and_the_checkpoints_that_others_name(
     (study / "study.toml").write_text(named)
     for name in ("tuned-0", "top1-0"):
         (study / "jobs" / f"{name}.json").unlink()
-    (study / "jobs" / "pre-1" / "split.json").write_text('{"defence": "noise=1"}')
+    (study / "jobs" / "pre-1" / "defence.json").write_text('{"defence": "noise=1", "scale": 2.0}')
     pack_study(study, tmp_path / "parts")
     unpack_study(tmp_path / "parts", there := tmp_path / "there")
-    assert (there / "jobs" / "pre-1" / "split.json").read_text() == '{"defence": "noise=1"}'
+    assert (there / "jobs" / "pre-1" / "defence.json").read_text() == '{"defence": "noise=1", "scale": 2.0}'
     for step in (1, 2):
         place = f"jobs/pre-1/checkpoints/step-{step:08d}"
         one, two = (puzzle_method(open_model(where / place)).state_dict() for where in (study, there))

@@ -200,9 +200,9 @@ def curves(
             axis.fill_between(x, *bands[name], color=line.get_color(), alpha=0.15, linewidth=0)
     if y_limits is not None:
         axis.set_ylim(*y_limits)
+    axis.set_xscale(x_scale)  # which puts new ticks
     if x_names:
         axis.set_xticks(range(len(x_names)), list(x_names))
-    axis.set_xscale(x_scale)
     label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if named:
