@@ -158,7 +158,7 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
 
     _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=19), loader=Slow())
     lines = capsys.readouterr().err.splitlines()
-    assert [line.strip() for line in lines[:2]] == ["15 %  training  1:08 left", "40 %  training  0:36 left"]
+    assert [line.strip() for line in lines[:2]] == ["15 %  training  1:08 left", "55 %  training  0:36 left"]
     records = [line for line in lines if line.startswith("step ")]
     assert [line.partition(" · ")[0] for line in records] == ["step 19/20", "step 20/20"]
     assert all(" · loss " in line and " · accuracy " in line for line in records)

@@ -41,7 +41,7 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Folder with the TLS certificates: ca.pem, and NAME.pem and NAME.key, where NAME is server or client."""
+    """Folder of TLS certificates, as situs split certs writes it."""
 
     plaintext: bool = False
     """No certificates and no encryption. Server and client must run on one machine."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from situs.data.augment.recipes import AugmentConfig
+from situs.data.augment.recipes import NONE, AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import judged_split, open_source, splits_at
@@ -237,10 +237,9 @@ def test_what_an_evaluation_takes_by_itself(tmp_path: Path) -> None:
 
 
 def test_training_and_judging_take_the_two_sides_of_a_config(tmp_path: Path) -> None:
-    from situs.data.augment.recipes import RECIPES
 
     config = DataConfig(str(images_at(tmp_path / "flat")), held_out=0.25, img_size=4, channels=1, batch=4, workers=0)
-    train, judged = make_loader(config, RECIPES["none"]), make_loader(config, None)
+    train, judged = make_loader(config, NONE), make_loader(config, None)
     assert names(train.source).isdisjoint(names(judged.source))
     assert len(train.source) + len(judged.source) == 40
 
