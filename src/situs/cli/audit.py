@@ -139,7 +139,7 @@ class GateArgs(ModelArgs):
     """Show the samples on the page. Then keep the page private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
+    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
@@ -191,7 +191,7 @@ class Gradients(GateArgs, AuditConfig):
         _check_flags(self)
         if self.settings and self.upload:
             raise SitusError(
-                "settings: cannot be used with captured uploads; leave settings or upload out",
+                "settings: cannot be used with captured uploads; omit settings or upload",
                 field=("settings", "upload"),
             )
         unknown = "upload" if self.upload and self.data is None else "gradients"
@@ -308,7 +308,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """With --find: show the samples on the page. Then keep the page private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
+    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -414,8 +414,7 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. With --attacks old-embedding, the attacker knows the embedding of this model. For
-    texts, the attacker knows this model instead of MODEL."""
+    """The model before fine-tuning. The attacker knows its embedding (old-embedding), or for texts the whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) from the same data that the attacker has."""

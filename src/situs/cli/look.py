@@ -104,7 +104,7 @@ class Report:
     """Unit of the curves' horizontal axis."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
+    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""

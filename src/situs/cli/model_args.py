@@ -105,7 +105,7 @@ class ImageArgs(DataArgs):
     """Which model, on which images, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
+    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
 
     split: str | None = None
     """train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or

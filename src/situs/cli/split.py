@@ -117,7 +117,7 @@ class Serve(Recipe, WireArgs):
     """Address of the server. Port 0 picks and prints a free port."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights: a run, an export, a weight file, or a locked folder (without its key)."""
+    """Initial weights: a run, an export, a weight file, or a locked folder (its key is not needed)."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the clients to refuse. Each line contains the common name or the fingerprint of a certificate. The
@@ -303,7 +303,7 @@ class Infer(ClientArgs):
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
+    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
 
     def run(self) -> None:
         """Evaluates, or generates."""

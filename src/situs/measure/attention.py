@@ -99,7 +99,8 @@ class Attention(Result):
         sentence = (
             f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
             f"{percent(shown.brightest_tenth, 0)} of its patch attention on the most attended tenth of the patches. "
-            f"Of {layers * heads} heads, the sharpest is {self._head(low)}, and the widest is {self._head(high)}. "
+            f"Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
+            f"{self._head(high)} the widest. "
             f"{locals_.get(local, f'{local} heads are local')} (mean distance less than half that of uniform "
             "attention)."
         )

@@ -9,7 +9,8 @@ from situs.report import figures
 from situs.report.html import Page, Section
 
 READ = (
-    "Each row shows the attack that recovered most at that strength. All attacks know the defence and its setting. "
+    "Each row is one strength of a defence, and shows the attack that recovered most. All attacks know the defence and "
+    "its setting. "
     "An attack that stops or fails does not prove privacy; its row gives the reason. Exact means a PSNR above 54.15 "
     "dB (a mean error below half of one of 255 grey levels), with every patch at its position."
 )

@@ -301,7 +301,7 @@ class _Moments:
     def covariances(self) -> tuple[Tensor, Tensor]:
         """Covariance of all tokens, and of the means of the places; their difference is the covariance at a place."""
         if not self.counts.numel():
-            raise SitusError("the attacker `images` has no samples", field=("images", "texts"))
+            raise SitusError("the attack images: the data of the attacker has no samples", field=("images", "texts"))
         mean, count = self.mean(), self.counts.sum()
         offsets = self.sums / self.counts[:, None] - mean
         return self.square / count - torch.outer(mean, mean), (offsets.T * self.counts) @ offsets / count

@@ -516,7 +516,7 @@ def _answers(audit: PositionAudit) -> str:
     row = rows[0]
     moved = row.diff_norm / row.clean_norm
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
-        return f"Shuffling patches does not move the {audit.reads}, so the order of the patches has no effect."
+        return f"Shuffling the patches does not change the {audit.reads}, so the model does not use their order."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
     text = f"If {shuffled} of the patches are shuffled, the {audit.reads} moves by {far} of its length"
     if row.consistency is None:

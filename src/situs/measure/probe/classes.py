@@ -298,8 +298,8 @@ class PositionProbes(Probes[PositionProbe]):
         values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
         highest = max(float(shares_of.max()) for shares_of in maps.values())
         return [
-            Figure("accuracy", "Of the patches without a position: the share whose position a linear classifier "
-                   "predicts right.",
+            Figure("accuracy", "Of the patches without position embeddings: the share whose true position a linear "
+                   "classifier predicts.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
             Figure("places", "The share of right predictions for each true position, in the layout of the input.",
                    "figures.value_grids", (*values, *labels[:2]),
