@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.products import Feed
-from situs.audit.stem import View
+from situs.audit.stem import View, fill
 
 SHAPE = (3, 8, 8)
 
@@ -88,7 +88,7 @@ def test_what_a_map_does_not_see_is_counted_and_grey(made: Callable[[Tensor], Te
 
 
 @pytest.mark.parametrize(
-    ("made", "lost"),
+    ("made", "invariant"),
     [
         (lambda x: (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True), "image"),
         (lambda x: F.instance_norm(x, eps=1e-9), "channel"),
@@ -96,15 +96,27 @@ def test_what_a_map_does_not_see_is_counted_and_grey(made: Callable[[Tensor], Te
         pytest.param(lambda x: x.clamp(-9, 9) ** 3 + x, None, marks=pytest.mark.slow),
     ],
 )
-def test_what_depends_on_the_image_is_undone_by_steps(made: Callable[[Tensor], Tensor], lost: str | None) -> None:
-    """lost: whose gain and offset the layer cannot tell."""
+def test_what_depends_on_the_image_is_undone_by_steps(made: Callable[[Tensor], Tensor], invariant: str | None) -> None:
     seen, image = view(made), picture()
     found, left = seen.image(seen.feed(image)[0])
     assert not seen.affine
+    assert seen.invariant == invariant
     assert left < 1e-4
-    flat, real = (each.flatten(0 if lost != "channel" else 1) for each in (found, image[0]))
-    if lost:
+    flat, real = (each.flatten(0 if invariant != "channel" else 1) for each in (found, image[0]))
+    if invariant:
         flat, real = (each - each.mean(dim=-1, keepdim=True) for each in (flat, real))
         assert float(F.cosine_similarity(flat, real, dim=-1).min()) > 1 - 1e-6
     else:
         torch.testing.assert_close(flat, real, rtol=1e-4, atol=1e-4)
+
+
+def test_gain_and_offset_fill_black_to_white() -> None:
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.1)
+    m, s = (torch.tensor(part).view(3, 1, 1).double() for part in (mean, std))
+    plain = fill(picture()[0], "channel", (mean, std)) * s + m
+    assert plain.amin(dim=(1, 2)).tolist() == pytest.approx([0, 0, 0], abs=1e-7)
+    assert plain.amax(dim=(1, 2)).tolist() == pytest.approx([1, 1, 1])
+    one = fill(picture()[0], "image", ((0.5,) * 3, (0.25,) * 3)) * 0.25 + 0.5
+    assert (float(one.min()), float(one.max())) == pytest.approx((0, 1), abs=1e-6)
+    ratio = (one - one.mean()) / (picture()[0] - picture()[0].mean())
+    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))

@@ -7,7 +7,7 @@ a parameter holds the table if the table's gradient arrives in its rows unchange
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -57,8 +57,9 @@ class View:
     """The map from an image of `shape` (C, H, W) to a layer's input, and its inverse. affine: whether it is fixed and
     affine.
 
-    centre [N, K] and spread: mean and deviation of the layer's input for images of normalised pixels. stop: asked while
-    a map that is not affine is undone; stopped: whether that was cut short.
+    centre [N, K] and spread: mean and deviation of the layer's input for images of normalised pixels. invariant: the
+    layer cannot tell the gain and offset of the whole "image", or of each "channel". stop: asked while a map that is
+    not affine is undone; stopped: whether that was cut short.
     """
 
     def __init__(self, feed: Feed, shape: tuple[int, int, int], device: torch.device) -> None:
@@ -76,6 +77,7 @@ class View:
         self.centre = zero[0] if self.affine else torch.zeros_like(one[0])
         self.spread = max(float((one[0] - self.centre).square().mean().sqrt()), 1e-12)
         self.scaled = self._scaled() if self.affine else None
+        self.invariant = None if self.affine else self._invariance(one)
 
     @torch.no_grad()
     def _scaled(self) -> Scaled | None:
@@ -90,6 +92,17 @@ class View:
         mapped = scale * self.start.flatten()[index] + self.centre
         same = bool((mapped - self.feed(self.start)[0]).norm() <= 1e-9 * mapped.norm())
         return Scaled(index, scale, self.centre) if same else None
+
+    @torch.no_grad()
+    def _invariance(self, value: Tensor) -> Literal["channel", "image"] | None:
+        """Whose gain and offset the layer's input `value` does not depend on."""
+        channels = torch.linspace(0.7, 1.3, self.shape[0], dtype=torch.float64, device=value.device).view(1, -1, 1, 1)
+        gains: dict[Literal["channel", "image"], Any] = {"channel": channels, "image": 1.3}
+        for kind, gain in gains.items():
+            other = self.feed(gain * self.start + 0.2 * gain)
+            if float((other - value).norm()) <= 1e-3 * float(value.norm()):
+                return kind
+        return None
 
     def unseen(self) -> int:
         """How many of the image's numbers the map does not see: its null space, estimated; 0 is certain."""
@@ -115,7 +128,7 @@ class View:
         if self.affine:
             return image[0], residual
         image, residual = self._descend(image, residual, target)
-        if residual > REACHED:  # from grey, where saturation is farthest
+        if residual > REACHED and self.invariant is None:  # from grey, where saturation is farthest
             grey = torch.zeros_like(image)
             second = self._descend(grey, self._residual(grey, target), target)
             image, residual = min((image, residual), second, key=lambda solution: solution[1])
@@ -170,6 +183,19 @@ class View:
         limit = 2000 if self.affine else 300
         image = linalg.lsmr(operator, flat, damp=damping, atol=1e-13, btol=1e-13, conlim=0, maxiter=limit)[0]
         return torch.from_numpy(image).view(like.shape).to(like)
+
+
+def fill(image: Tensor, invariant: str, normalisation: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+    """A normalised image [C, H, W] with gain and offset chosen so that it fills black to white.
+
+    invariant: whether those of each "channel" are unknown, or those of the "image".
+    """
+    mean, std = (torch.tensor(part, dtype=image.dtype, device=image.device).view(-1, 1, 1) for part in normalisation)
+    by_channel = invariant == "channel"
+    dims = (1, 2) if by_channel else (0, 1, 2)
+    low, high = image.amin(dim=dims, keepdim=True), image.amax(dim=dims, keepdim=True)
+    mean, std = (mean, std) if by_channel else (mean.mean(), std.mean())  # one gain for all channels
+    return ((image - low) / (high - low).clamp(min=1e-12) - mean) / std
 
 
 # --- the stem --------------------------------------------------------------------------------------------------------

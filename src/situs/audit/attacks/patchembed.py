@@ -40,6 +40,7 @@ from situs.audit.stem import (
     Scaled,
     Stem,
     View,
+    fill,
     find_stem,
     flat_weight,
     patch_count,
@@ -442,7 +443,9 @@ def solve_through(
         kind = "affine" if view.affine else "not affine"
         facts = [{"input": kind, "unseen": unseen, "input_residual": residual} for _, residual in inverted]
     for index, fact in enumerate(facts):
-        if normalisation is not None and not fact.get("bytes"):
+        if view.invariant and normalisation is not None:
+            images[index] = fill(images[index], view.invariant, normalisation)
+        elif normalisation is not None and not fact.get("bytes"):
             rows = slice(index, index + 1)
             one = system._replace(weight=system.weight[rows], table=system.table[rows])
             rounded = _rounded(view, images[index], one, normalisation, errs[rows])
@@ -462,7 +465,7 @@ def see_through(
 
     The patches may be right while their layer does not see all of an image: the facts then say so.
     """
-    view = view_of(backbone, stem)
+    view, normalisation = view_of(backbone, stem), known.normalisation
     if view is None:
         return to_images(patches, backbone, stem)
     noise = known.defence.noise_level(known.step.batch)
@@ -474,6 +477,8 @@ def see_through(
         doubt = _doubt(view, max(residuals), 0.0, noise)
         if doubt is not None and fact.get("fits"):
             fact.update(dict.fromkeys(fact.keys() & {"proof"}), fits=False, verdict=doubt)
+    if view.invariant and normalisation is not None:
+        return torch.stack([fill(image, view.invariant, normalisation) for image, _ in inverted])
     return torch.stack([image for image, _ in inverted])
 
 
@@ -490,6 +495,12 @@ def _standardised(view: View, system: System) -> tuple[System, Tensor]:
 
 def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> str | None:
     """Why an image may be wrong, or one of many, although the layer's input is known. noise: its deviation."""
+    if view.invariant:
+        whose = "of each channel" if view.invariant == "channel" else "of the image"
+        return (
+            f"the model's normalisation removes gain and offset {whose}, so the attack cannot recover them. The "
+            "picture is therefore scaled from black to white, and its scores understate the leak"
+        )
     if not view.affine and isinstance(input_residual, float) and input_residual > max(UNDONE, FIT * residual):
         return "the attack failed, because it could not invert the model's transform before the patch embedding"
     if not view.affine:
