@@ -109,6 +109,8 @@ def test_names_and_titles_stand_at_their_images_and_a_row_may_have_fewer() -> No
     assert [text.get_text() for text in axis.get_xticklabels()] == ["a", "b", "c"]
     assert [text.get_text() for text in axis.get_yticklabels()] == ["up", "down"]
     assert len(axis.images) == 5
+    (crowded,) = figures.image_rows([("up", [CORNER] * 2)], list("abcdefgh")).axes  # more names than pictures
+    assert [text.get_text() for text in crowded.get_xticklabels()] == ["a", "b"] and crowded.get_xlim()[1] < 2
     (other,) = figures.image_rows([("", np.eye(8)[None, None].repeat(5, 1))]).axes  # five channels
     assert np.array_equal(other.images[0].get_array(), np.eye(8))
 

@@ -9,6 +9,7 @@ import pytest
 
 import situs.studies
 from situs.errors import SitusError
+from situs.studies.form import EARLIER, VERBS, renewed
 from situs.studies.plan import load_study, study_names
 
 NAME = re.compile(r"(mp3|droppos|mjp|st)-(table|figure)s?\d+")
@@ -64,6 +65,25 @@ def test_a_mistake_of_a_job_names_it(tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text('title = "t"\nshows = "s"\n' + study.replace("VERB", verb))
         with pytest.raises(SitusError, match=rf"mine\.toml: jobs\.b: {said}"):
             load_study(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("verb", EARLIER)
+def test_a_study_of_an_earlier_version_is_read_in_the_words_of_this_one(verb: str) -> None:
+    now, more = EARLIER[verb]
+    assert now in VERBS and verb not in VERBS
+    job = renewed({"verb": verb, "after": "a", "options": {"attack": ["april"], "count": 2}})
+    assert job == {"verb": now, "after": "a", "options": {"attacks": ["april"], "count": 2, **more}}
+    assert renewed(job) == job
+
+
+def test_options_of_an_earlier_version_are_renamed() -> None:
+    texts = {"verb": "audit gradients", "options": {"texts": "{data.lines}", "defence": "noise", "setting": ["a"]}}
+    assert renewed(texts) == {
+        "verb": "audit texts",
+        "data": "lines",
+        "options": {"defences": "noise", "settings": ["a"]},
+    }
+    assert renewed({"jobs": ["*"], "options": {"attacker": ["labels"]}})["options"] == {"attacks": ["labels"]}
 
 
 def test_the_package_has_the_functions_that_it_lists() -> None:

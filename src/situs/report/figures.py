@@ -133,7 +133,7 @@ def image_rows(rows: Sequence[tuple[str, Any]], titles: Sequence[str] = ()) -> F
             axis.imshow(shown, extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axis.set(xlim=(0, columns - GAP), ylim=((len(rows) - GAP) * tall, 0), aspect="equal")
     middle = (1 - GAP) / 2
-    axis.set_xticks([x + middle for x in range(len(titles))], list(titles))
+    axis.set_xticks([x + middle for x in range(len(titles[:columns]))], list(titles[:columns]))
     axis.set_yticks([(y + middle) * tall for y in range(len(rows))], [name for name, _ in rows])
     axis.xaxis.tick_top()
     axis.tick_params(length=0, labelsize=LABEL, labelcolor=INK)

@@ -27,7 +27,7 @@ from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError, unknown_name
 from situs.files import read_json, write_text
 from situs.limits import check_value
-from situs.studies.form import PAPER, VERBS, Job, Study
+from situs.studies.form import PAPER, VERBS, Job, Study, renewed
 from situs.studies.plan import Jobs, load_study, needs, planned, texts_of
 
 STUDY, SETTINGS = "study.toml", "settings.json"
@@ -265,7 +265,7 @@ class StudyFolder:
         if not before:
             return
         try:
-            recipes = [{k: v for k, v in recipe.items() if k not in _BESIDE} for recipe in (before, now)]
+            recipes = [{k: v for k, v in renewed(recipe).items() if k not in _BESIDE} for recipe in (before, now)]
             jobs = [from_dict(Job, recipe) for recipe in recipes]
         except (SitusError, AttributeError) as error:
             raise SitusError(f"{task.file('json')}: does not describe a job ({error})", field="out") from None

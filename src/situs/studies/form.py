@@ -70,6 +70,39 @@ VERBS = {
 }
 """The verbs of jobs."""
 
+EARLIER = {
+    "analyze attention": ("evaluate attention", {}),
+    "analyze correlation": ("evaluate attention", {"kind": "correlation"}),
+    "analyze positions": ("evaluate position", {"kind": "vectors"}),
+    "analyze reconstruct": ("evaluate reconstruct", {}),
+    "audit positions": ("evaluate position", {"kind": "all"}),
+    "bench step": ("bench", {}),
+    "evaluate ensemble": ("evaluate accuracy", {}),
+    "evaluate objects": ("evaluate accuracy", {}),
+    "evaluate perplexity": ("evaluate accuracy", {}),
+    "evaluate segments": ("evaluate accuracy", {}),
+    "key new": ("keygen", {}),
+    "verify": ("info", {"verify": True}),
+}
+"""A verb of earlier versions -> its present verb and further options."""
+
+EARLIER_OPTIONS = {"attack": "attacks", "attacker": "attacks", "defence": "defences", "setting": "settings"}
+
+
+def renewed(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job, or a change to jobs, of an earlier version, with the verbs and options of this one."""
+    verb, more = EARLIER.get(job.get("verb", ""), (job.get("verb", ""), {}))
+    options = {EARLIER_OPTIONS.get(name, name): value for name, value in job.get("options", {}).items()}
+    if verb == "evaluate accuracy" and "pictures" in options:
+        options["show"] = options.pop("pictures")
+    data: dict[str, Any] = {}
+    sentences = options.get("texts")
+    if verb == "audit gradients" and isinstance(sentences, str) and sentences.startswith("{data."):
+        verb, data = "audit texts", {"data": options.pop("texts")[len("{data.") : -1]}
+    changed = ({"verb": verb} if verb else {}) | ({"options": options | more} if options or more else {})
+    return {**job, **changed, **data}
+
+
 Value = float | str
 """A number of a table; text where the paper has text (OOM), "" where it has nothing."""
 

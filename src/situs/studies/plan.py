@@ -17,7 +17,7 @@ from situs.errors import SitusError, unknown_name
 from situs.files import read_toml
 from situs.presets import load_preset
 from situs.studies.find import check_path
-from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table
+from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table, renewed
 
 Jobs = dict[str, Job]
 _NAME = re.compile(r"\w[\w.+=-]*")
@@ -250,7 +250,7 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
 
     configs: whether the configs of its trainings are checked too, which imports torch.
     """
-    tables = read_toml(study_file(name))
+    tables = _renewed(read_toml(study_file(name)))
     try:
         study = from_dict(Study, tables)
         for scale in study.scale_names():
@@ -261,6 +261,18 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
         at = (error.field or "").rpartition(".")[0]  # the job, where the sentence does not name it
         raise error.prefixed(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
     return study
+
+
+def _renewed(tables: dict[str, Any]) -> dict[str, Any]:
+    """A study's tables with the verbs and options of this version; what is no table is refused later."""
+    jobs, scales = tables.get("jobs"), tables.get("scales")
+    if isinstance(jobs, dict):
+        tables["jobs"] = {n: renewed(job) if isinstance(job, dict) else job for n, job in jobs.items()}
+    if isinstance(scales, dict):
+        for name, changes in scales.items():
+            if isinstance(changes, list):
+                scales[name] = [renewed(change) if isinstance(change, dict) else change for change in changes]
+    return tables
 
 
 def _files() -> dict[str, Path]:

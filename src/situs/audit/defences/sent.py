@@ -30,7 +30,10 @@ class Noise(Defence):
 
     name: ClassVar[str] = "noise"
     form: ClassVar[str] = "noise σ={sigma:g}"
-    about: ClassVar[str] = "Gaussian noise of standard deviation σ is added to every number that is sent"
+    about: ClassVar[str] = (
+        "Gaussian noise of standard deviation σ is added to every number that is sent. Less noise is enough to hide a "
+        "smaller gradient, so audit the weights before and after training"
+    )
     known: ClassVar[str] = "σ. The attacker damps the directions in which the noise dominates (ridge regression)"
 
     def noise_level(self, batch: int) -> float:
