@@ -112,7 +112,7 @@ class Verification(Result):
     @property
     def _failed(self) -> set[str]:
         """The laws that the blocks were not shown to obey."""
-        return {law for law in ("row", "column") if self.whole(law).status == "refused"}
+        return {"row", "column"} - {finding.law for finding in self._holding if finding.part == "blocks"}
 
     @property
     def tone(self) -> Tone:
