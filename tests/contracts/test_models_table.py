@@ -242,7 +242,7 @@ def rows() -> list[str]:
     kinds: dict[tuple[str, str], list[str]] = {}
     for (reason, kind), refusing in verbs.items():
         kinds.setdefault((reason, ", ".join(refusing)), []).append(NAMES[kind])
-    lines = ["| verbs | refuse | because it |", "|---|---|---|"]
+    lines = ["| verbs | refuse | because the model |", "|---|---|---|"]
     for (reason, refusing), refused in kinds.items():
         every = len(refused) == len(NAMES)
         lines.append(f"| {refusing} | {'all but a run' if every else ', '.join(refused)} | {reason} |")
