@@ -130,4 +130,4 @@ def test_the_tables_of_few_labels_are_the_means_of_its_draws() -> None:
             pair = zip(cell.split(", "), ("LoRA", "all layers"), strict=True)
             assert all(same(figure, draws[*key, start][way]) for figure, way in pair), (key, start)
     within = sum(choice["within"] for choice in choices)
-    assert f"In {within} of {len(choices)} draws the choice is within" in page
+    assert f"In {within} of {len(choices)} draws the chosen recipe is within" in page
