@@ -181,8 +181,8 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the
-    DP-SGD of the run, if any. With a gate, auto is the DP-SGD of the run, or else none. An MJP run shuffles its patches
-    even with none."""
+    DP-SGD of the run, if any. With a gate, auto is the DP-SGD of the run, or else none. Even without a defence, an MJP
+    run shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
@@ -424,7 +424,7 @@ class Split(ImageArgs):
     the attacker knows all of this model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of other images (or texts) of the same data that the attacker has."""
+    """The attacker has this many other images (or texts) of the same data."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Number of blocks on the client. half: half of the blocks. last: all blocks except the last."""
@@ -525,7 +525,7 @@ class Lock:
     """Folder for audit.json and audit.html. With --out none, no files are written."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
-    """How much data the attackers have, and how long they train."""
+    """Settings of the attackers: how much data they have, and how long they train."""
 
     def run(self) -> None:
         """Runs the attacks, prints the table and the strength, writes the page."""

@@ -27,7 +27,7 @@ class Keygen:
     """Output file. An existing file is never overwritten."""
 
     passphrase: bool = False
-    """Encrypt the key with a passphrase, read from SITUS_PASSPHRASE or from the terminal."""
+    """Encrypt the key with a passphrase. The passphrase comes from SITUS_PASSPHRASE or from the terminal."""
 
     def run(self) -> None:
         """Writes the key and warns about losing it."""

@@ -68,7 +68,11 @@ class Info(NamedArgs):
             return None
         for name in ("steps", "tokens", "seed", *(("device", "out") if self.like is None else ())):
             if getattr(self, name) != getattr(Info, name):
-                raise SitusError(f"{name}: needs verify", field=(name, "verify"))
+                raise SitusError(
+                    f"{name}: applies only with {'verify or like' if name in ('device', 'out') else 'verify'}; leave "
+                    f"{name} out",
+                    field=(name, "verify"),
+                )
         if self.like is not None:
             return self._check(self.like)
         from situs.models.describe import describe
@@ -131,7 +135,7 @@ class Play(NamedArgs):
     these images, so share the page only with people who may have the images."""
 
     split: str | None = None
-    """Split of the images: train, val or test. Default: val, or all images of data without splits."""
+    """Split of the images: train, val or test. Default: val. For data without splits, the default is all images."""
 
     count: Annotated[int, Parameter(metavar="IMAGES")] = 60
     """Number of images on the page. The page measures the accuracy on all these images."""

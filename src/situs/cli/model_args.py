@@ -109,7 +109,7 @@ class ImageArgs(DataArgs):
 
     split: str | None = None
     """Split to use: train, val, test or all. If only one of val and test exists, both names mean this split. Default:
-    val, or all images of data without splits."""
+    val. For data without splits, the default is all images."""
 
     seed: int = 0
     """Random seed."""
@@ -168,15 +168,15 @@ def open_from(
 
 
 def open_named(source: str, args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
-    """The model `source` by the flags; see `open_from`. Warns if its weights are still scrambled."""
+    """The model `source` by the flags; see `open_from`. Warns if its weights are still permuted."""
     from situs.models import open_model
     from situs.train import distributed
 
     model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
-            f"FILE, or unlock the model with situs unlock",
+            f"situs: {model.name}: without the key, its blocks stay permuted and the results are meaningless; give "
+            "--key FILE, or unlock the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():

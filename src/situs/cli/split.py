@@ -156,7 +156,7 @@ class Serve(Recipe, WireArgs):
                     server, self.listen, credentials, deny=self.deny, say=_say, stopped=lambda: interrupt.requested
                 )
         refused = ", ".join(f"{count} {code}" for code, count in sorted(service.refused.items()))
-        _say(f"stopped; refused: {refused or 'nothing'}")
+        _say(f"stopped; refused requests: {refused or 'none'}")
         return 0
 
 
@@ -371,7 +371,7 @@ class Infer(ClientArgs):
                 written.append({"prompt": text, "text": "".join(pieces)})
             seconds = time.perf_counter() - began
             answer({"texts": written, "tokens": writer.count, "seconds": seconds})
-            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} a second")
+            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} tokens per second")
 
 
 @dataclass(frozen=True, kw_only=True)
