@@ -72,7 +72,7 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
         out = ["--data", str(trained.data), "--out", str(tmp_path / name)]
         assert main(["evaluate", "accuracy", str(tmp_path / words[0]), *words[1:], *out]) == 0
         said = capsys.readouterr()
-        assert ("locked (locked): its blocks are scrambled without the key" in said.err) is (name == "shut")
+        assert ("locked (locked): without the key, its blocks stay permuted" in said.err) is (name == "shut")
         assert ("locked (locked)  " in said.out) is (name == "shut")
         assert ("locked (locked)" in (tmp_path / name / "accuracy.html").read_text()) is (name == "shut")
         found[name] = json.loads((tmp_path / name / "accuracy.json").read_text())
@@ -100,7 +100,7 @@ def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     for name, words in {"x": [], "locked": [*key, *second]}.items():
         out = ["--data", str(trained.data), "--out", str(tmp_path / f"of-{name}")]
         assert main(["evaluate", "accuracy", str(tmp_path / name), *words, *out]) == 0
-        assert "scrambled" not in capsys.readouterr().err
+        assert "stay permuted" not in capsys.readouterr().err
         found[name] = json.loads((tmp_path / f"of-{name}" / "accuracy.json").read_text())
     assert found["locked"]["loss"] == found["x"]["loss"] and found["locked"]["name"] == "locked"
     out = ["--data", str(trained.data), "--out", str(tmp_path / "none")]

@@ -117,7 +117,7 @@ def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, 
         "situs.train.interrupt.Interrupt.__enter__", lambda self: setattr(self, "requested", True) or self
     )
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(certs), "--listen", "127.0.0.1:0")
-    assert "listening on 127.0.0.1:" in told and "stopped; refused: nothing" in told
+    assert "listening on 127.0.0.1:" in told and "stopped; refused requests: none" in told
 
 
 def test_what_is_wrong_with_certificates_and_ports_is_said_in_one_sentence(tmp_path, certs, capsys) -> None:

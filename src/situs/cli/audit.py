@@ -130,16 +130,16 @@ class GateArgs(ModelArgs):
     """Flags of the audits with a gate."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, divided evenly among the attacks."""
+    """Time limit for all attacks together, shared equally among the attacks."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the gate's verdict as JUnit XML. An inconclusive verdict is an error in this file."""
+    """Write the gate's verdict to this file as JUnit XML. An inconclusive verdict becomes an error."""
 
     pictures: bool = True
-    """Show the samples on the page. Then keep the page private."""
+    """Show the attacked samples on the page. Do not publish this page."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
+    """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
@@ -153,7 +153,7 @@ class GateArgs(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(GateArgs, AuditConfig):
-    """Measure what a model's gradients reveal about your images; a gate for CI.
+    """Measure what gradients reveal about images. The audit can be a gate for CI.
 
     For example: situs audit gradients runs/ft --data samples --count 2
     """
@@ -164,27 +164,30 @@ class Gradients(GateArgs, AuditConfig):
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack, in any format that training reads. Default: the images of the run."""
+    """Images to attack, in any format that training reads. Default: the images of the training run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt or .npz). Give their images, if known, with --data."""
+    """Captured uploads to attack (.safetensors, .pt or .npz). If you have the images of the uploads, give them with
+    --data."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
-    """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
+    """Content of the --upload files: gradient, difference (weights before - after) or weights. Default: detected by
+    Situs."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings, also april; with --server
-    active, all attacks that use crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior. With --settings, april is added. With
+    --server active, the default is all attacks with crafted weights. Slow: matching, april-optimisation,
+    adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none (no defence). auto:
-    none,noise,clip,no-pe-gradient (with a gate: none); for a DP run also its DP (with a gate: only this). An MJP run
-    shuffles its patches even if the defence is "none"."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the
+    DP-SGD of the run, if any. With a gate, auto is the DP-SGD of the run, or else none. Even without a defence, an MJP
+    run shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
-    """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and
-    compare with the original. b: attack the shuffled image, and compare with the shuffled image. c: attack the shuffled
-    image, and compare with the original. Set γ with --defences mjp=γ."""
+    """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
+    attack the shuffled image, and compare with the shuffled image. c: attack the shuffled image, and compare with the
+    original. Each setting has an informed and an uninformed attacker. Set γ with --defences mjp=γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -217,23 +220,25 @@ class Gradients(GateArgs, AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(GateArgs, StepConfig):
-    """Measure what a language model's gradients reveal about texts; a gate for CI.
+    """Measure what gradients reveal about texts. The audit can be a gate for CI.
 
-    The gate limits one ratio. words: recovered words of the most exposed sentence. tokens: the same, at the right
-    position. sentences: completely recovered sentences. picked: also sentences picked from several candidates.
+    The gate limits one ratio. words: recovered words of the most exposed sentence. tokens: recovered words at their
+    right position in this sentence. sentences: completely recovered sentences. picked: also sentences picked from
+    several candidates.
 
-    For example (bert: the folder of a language model; texts.txt: your sentences):
-    situs audit texts bert --data texts.txt --count 4
+    For example: situs audit texts bert/ --data sentences.txt --count 4
     """
 
     texts: Annotated[Path, Parameter(name="--data", metavar="FILE")]
-    """A file of sentences to attack, one per line."""
+    """Text file, one sentence per line."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt or .npz). Give their sentences with --data, in the same order."""
+    """Captured uploads to attack (.safetensors, .pt or .npz). Give the sentences of the uploads with --data, in the
+    same order."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
-    """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
+    """Content of the --upload files: gradient, difference (weights before - after) or weights. Default: detected by
+    Situs."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("none",)
     """Defences, comma-separated, such as noise=1e-4 or clip=0.5. With --upload, name the defence that the client
@@ -266,7 +271,7 @@ OVER = ("noise", "precision", "fedavg")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(ModelArgs, CostConfig, AuditConfig):
-    """Measure how strong a defence must be. Curves show what attacks recover at each strength.
+    """Measure how strong a defence must be. Curves show what attacks recover at each strength of the defence.
 
     With --find, search for the weakest setting of each defence that keeps every attack below a limit. The attackers
     know the defence.
@@ -281,34 +286,35 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack, in any format that training reads. For a language model: a .txt file, one sentence per line."""
+    """Images to attack, in any format that training reads. For a language model: a .txt file with one sentence per
+    line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Defences whose strength is varied, comma-separated: noise, clip (with noise, as in DP-SGD) and precision. For
-    images also fedavg (local steps) and dropout. Default: noise,precision for texts; noise,precision,fedavg for
-    images."""
+    """Defences whose strength varies, comma-separated: noise, clip (with noise, as in DP-SGD), precision, and for
+    images also fedavg (local steps) and dropout. Default: noise,precision, and for images also fedavg."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
-    """Instead of curves: find the weakest setting of each defence that keeps every attack below this limit, such as
-    psnr=20."""
+    """Instead of drawing curves, find the weakest setting of each defence that keeps every attack below this limit,
+    such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
-    """Attacks, comma-separated. Each point of a curve shows the attack that recovered most."""
+    """Attacks, comma-separated. At each strength, a curve shows the attack that recovers most."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences, comma-separated. Each is drawn as a curve. Default: none,no-pe-gradient."""
+    """Fixed defences to combine with the varied defence, comma-separated. Each fixed defence gives its own curve. auto:
+    none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, divided evenly among the attacks."""
+    """Time limit for all attacks together, shared equally among the attacks."""
 
     pictures: bool = True
-    """With --find: show the samples on the page. Then keep the page private."""
+    """With --find: show the attacked samples on the page. Do not publish this page."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
+    """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -388,24 +394,24 @@ IMAGES_ONLY, TEXTS_ONLY = ("attacks", "batch", "split", "held_out"), ("depth", "
 class Split(ImageArgs):
     """Measure what an untrusted server in split learning can learn about the samples.
 
+    By default, each defence is tested without permutation, with permuted rows (tokens), with permuted columns
+    (channels), and with both. The default flags reproduce Table 6 of the split learning paper (ST). To attack a
+    language model, give a text file and the depths, as in --data texts.txt --depth 0,half,last.
+
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
-
-    For a language model: situs audit split smollm2 --data texts.txt --depth 0,half,last
-
-    Each defence is tested alone, with permuted rows (tokens), with permuted columns (channels), and with both. The
-    default flags reproduce Table 6 of the paper on split learning (ST). Use --defences curve to vary the strength."""
+    """
 
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random. --attacks no-embedding needs 100 images."""
+    """Number of images to attack, chosen at random. The attack no-embedding needs 100 images."""
 
     batch: int = 64
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies
-    that are kept), or batch-shuffle=B (B samples). curve: all defences at several strengths."""
+    """Defences, comma-separated: none, noise=σ (σ in standard deviations of the tokens), lowpass=r (keep this ratio of
+    the frequencies), or batch-shuffle=B (B samples exchange their tokens). curve: each defence at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -414,26 +420,27 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. The attacker knows its embedding (old-embedding), or for texts the whole model."""
+    """The model before fine-tuning. For images, the attack old-embedding knows the embedding of this model. For texts,
+    the attacker knows all of this model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of other images (or texts) from the same data that the attacker has."""
+    """The attacker has this many other images (or texts) of the same data."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """Number of blocks that the client keeps. half: half of the blocks. last: all blocks but the last."""
+    """Number of blocks on the client. half: half of the blocks. last: all blocks except the last."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of the features that are sent. own: as the model computes them. bf16: bfloat16."""
+    """Number format of the sent features: own (as the model computes them) or bf16 (bfloat16)."""
 
     longest: int = LONGEST
-    """Largest number of tokens per text. Longer texts are cut at the end."""
+    """Largest number of tokens per text. Longer texts are truncated at the end."""
 
     pictures: bool = True
-    """Show the images and their reconstructions on the page. Then keep the page private."""
+    """Show the images and their reconstructions on the page. Do not publish this page."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit, checked between attacks. At the limit or on Ctrl-C, the results of the finished attacks are written.
-    A second run starts from the beginning."""
+    """Time limit, checked between attacks. At the limit or on Ctrl-C, Situs writes the results so far. A stopped audit
+    cannot be resumed."""
 
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
@@ -477,47 +484,48 @@ class Split(ImageArgs):
 class Lock:
     """Attack a locked model without its key, and measure how much security remains.
 
-    For example: situs audit lock locked --key owner.key --base exported
-
-    If the attacker's model differs from the locked model: situs audit lock locked/ --attacks drifted-base --base MODEL
-    --drift 0.3,1,3
-
     A lock is obfuscation, not encryption. An attacker with the original model can compute the key from the weights of
-    both models. An attacker with a few images may find most of the key."""
+    the original and the locked model. An attacker with a few images may find most of the key. For an attacker with a
+    fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
+
+    For example: situs audit lock locked --key owner.key --base exported
+    """
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
-    """The locked folder, as situs lock writes it."""
+    """The locked folder (the output of situs lock)."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
-    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. The default is
-    no-base, plus images if you give --images or --texts, plus public-base if you give --base."""
+    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base. With
+    --images or --texts, the attack images is added. With --base, the attack public-base is added."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model that the attacker has: a run, an export, a model folder, or a timm name with --weights."""
+    """The model that the attacker has: a training run, an export, a model folder, or a timm model name with
+    --weights."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE")] = None
-    """Weights of --base, if --base is a timm name."""
+    """Weight file, if --base is a timm model name."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The owner's key, to score the attacks. You do not need it if --base is the model that was locked."""
+    """Key of the owner, used only to score the attacks. The key is not needed if --base is the original model."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """For --attacks images or activations: unlabelled images, similar to the model's training images."""
+    """For --attacks images or activations: unlabelled images that are similar to the training images of the model."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For --attacks images or activations on a language model: a file with one unlabelled text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples for --attacks labels. On them, accuracy is also measured before and after each attack."""
+    """Labelled samples for --attacks labels. Situs also measures the accuracy on these samples before and after each
+    attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for audit.json and audit.html. With --out none, no files are written."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
-    """How much data the attackers have, and how long they train."""
+    """Settings of the attackers: how much data they have, and how long they train."""
 
     def run(self) -> None:
         """Runs the attacks, prints the table and the strength, writes the page."""

@@ -20,10 +20,10 @@ from situs.results import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure time and memory of a training step on random images, for every combination of case, model and batch.
+    """Measure time and memory of a training step on random images, for every combination of case, model and batch size.
 
-    A case is METHOD or METHOD:FIELD=VALUE,… where FIELD is a field of the method or a flag of this verb. METHOD
-    backbone measures the model without a head.
+    A case names a METHOD. The form METHOD:FIELD=VALUE,… also changes settings. Each FIELD is a field of the method or a
+    flag of this command. The METHOD "backbone" is the model without a head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
@@ -43,17 +43,19 @@ class Bench:
     """Cases: METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO. RATIO sets mask_ratio."""
 
     compare: Annotated[tuple[Path, ...], Parameter(metavar="BEFORE,AFTER")] = ()
-    """Measure nothing, but compare two tables (step.json) of situs bench. The output shows which cases became faster or
+    """Compare two earlier results (files step.json) instead of measuring. The output shows which cases became faster or
     slower."""
 
     at_once: bool = False
-    """Compile all cases at the same time, each in its own process. Cases are still timed one after another."""
+    """Compile all cases at the same time, each in its own process. The time of each case is still measured
+    separately."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (saved after each case) and the page. With --out none, no files are written."""
+    """Folder for the results (JSON and HTML), which are saved after each case. With --out none, no files are
+    written."""
 
     profile: bool = False
     """List the GPU kernels of a step, by kind and by name."""

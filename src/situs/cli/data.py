@@ -22,49 +22,50 @@ FAILED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check every image before a run. This finds broken, grey, CMYK, 16-bit, very large, oddly shaped and duplicate
-    images. It also finds wrong checksums, and unusable masks and objects.
+    """Check every image of a data set before training. The check finds broken, grey, CMYK, 16-bit, very large, oddly
+    shaped and duplicate images. It also finds wrong checksums, and masks or objects that training cannot use.
 
-    The exit status is 3 if there is a finding that --fail-on lists, and 0 otherwise.
+    If the check finds an issue of a kind that --fail-on lists, the exit status is 3. Otherwise, the exit status is 0.
 
     For example: situs data check samples --fail-on broken,leak
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """A data set of images, with or without masks or COCO's json. For a packed data set the verb also verifies the
-    checksums."""
+    """Data set of images, with or without masks or a COCO annotation file. For a packed data set, the checksums are
+    also verified."""
 
     split: tuple[str, ...] = ()
     """Use only these splits, comma-separated. Default: all."""
 
     multi_label: bool = False
-    """Images may have several classes. The classes come from a table beside the images, or from parquet."""
+    """Allow several classes per image. The classes come from a table next to the images, or from the parquet files."""
 
     target: Literal["class", "mask", "objects"] | None = None
-    """Kind of labels: class, mask, or objects (COCO's json). Default: the labels that the data has."""
+    """Kind of labels: class, mask, or objects (a COCO annotation file). Default: the kind that the data has."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --target mask: pixel value of the first class in the mask files. Default: 0, or 1 with ADE20K's class
-    list."""
+    """With --target mask: pixel value of the first class in the mask files. Default: 0, or 1 for data with the ADE20K
+    class list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --target mask: pixel values that mean no class. Default: 255, and also 0 with ADE20K's class list."""
+    """With --target mask: pixel values that belong to no class and are ignored. Default: 255. For data with the ADE20K
+    class list, the default is 0."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
-    """Kinds of findings, comma-separated, that set the exit status to 3. With --fail-on none, the status is always
-    0."""
+    """Kinds of issues that set the exit status to 3, comma-separated. With --fail-on none, the status is always 0."""
 
     decode: bool = True
-    """Decode every image. --no-decode reads only headers and bytes."""
+    """Decode every image. With --no-decode, the check reads the headers and bytes of the files, but decodes no
+    pixels."""
 
     huge_mpx: float = 25.0
-    """Report an image with more than this many million pixels as huge."""
+    """Report images with more than this many million pixels as "huge"."""
 
     workers: int | None = None
-    """Number of worker processes. With 0, the main process does the work. Default: one per core."""
+    """Number of worker processes. With 0, the main process does all the work. Default: one worker per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for check.json and check.html, which list every finding. With --out none, no files are written."""
+    """Folder for check.json and check.html, which list every issue. With --out none, no files are written."""
 
     def run(self) -> int:
         """Prints the findings; the exit status says whether --fail-on names one of them."""
@@ -94,30 +95,31 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Pack a data set into parquet or WebDataset shards with checksums. By default, the images are resized to a short
-    side of at most 256 pixels.
+    """Pack a data set into parquet or WebDataset shards with checksums. By default, larger images are resized to a
+    short side of 256 pixels.
 
-    Packing takes the same data as training. After an interruption, repeat the same command to continue. The result is
-    byte for byte the same as without the interruption. Broken images are skipped and listed in manifest.json, which is
-    written last.
+    The input can be any image data set that training can read. If packing is interrupted, repeat the same command to
+    continue. The result is byte for byte the same as without an interruption. Broken images are skipped. The file
+    manifest.json is written last, and lists the skipped images.
 
     For example: situs data pack samples --short-side 28 --out packed
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """The data set: an image folder, a folder of parquet or tar files, CIFAR batches, or "samples"."""
+    """The data set: an image folder, a folder of parquet or tar files, CIFAR batches, or "samples" (the images that
+    come with Situs)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """A new or empty output folder, or the folder of an unfinished packing, which then continues."""
+    """Output folder: a new or empty folder, or the folder of an interrupted packing to continue."""
 
     split: tuple[str, ...] = ()
     """Use only these splits, comma-separated. Default: all."""
 
     workers: int | None = None
-    """Number of worker processes. With 0, the main process does the work. Default: one per core."""
+    """Number of worker processes. With 0, the main process does all the work. Default: one worker per core."""
 
     start_over: bool = False
-    """Delete the files of an unfinished packing, and start over."""
+    """Delete the output of an earlier packing in this folder, and start again."""
 
     def run(self) -> None:
         """Packs, and prints what was packed and what was skipped."""

@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(ModelArgs):
-    """Predict the class of every image, clip or sentence. The csv file has the columns path, class, probability.
-
-    For example: situs predict runs/ft --out predictions.csv
+    """Predict the class of every image, clip or sentence. The output is a csv file with the columns path, class and
+    probability.
 
     Labels are not needed and not used. A file that cannot be read gets a row without a class.
+
+    For example: situs predict runs/ft --out predictions.csv
     """
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Path of the images. Default: the images that the run was trained on."""
+    """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The csv file to write."""
@@ -48,7 +49,7 @@ class Predict(ModelArgs):
     """train, val, test or all."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random with a fixed seed. Default: all."""
+    """Use at most this many images, chosen at random with a fixed seed. Default: all."""
 
     batch: int = 256
     """Images per batch."""
@@ -57,10 +58,12 @@ class Predict(ModelArgs):
     """Precision of the forward pass."""
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
+    """For text data: column that contains the sentences. Default: the column used in training, or the only text
+    column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column with the second sentence. Use none for single sentences. Default: as in training."""
+    """For text data: column that contains the second sentence of each pair. Use none for single sentences. Default: as
+    in training."""
 
     def run(self) -> None:
         """Predicts, writes the file, and prints how often each class was predicted."""
@@ -89,28 +92,31 @@ class Predict(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(DataArgs):
-    """Extract features of every image [n, D] or of every patch [n, N, D], with ids and labels, into one file.
+    """Write the features of all images or patches to one file, with ids and labels. The shape is [n, D] for n images,
+    or [n, N, D] for the N patches of n images.
 
     For example: situs features runs/mp3 --out features.safetensors
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The output file: .safetensors, .npz or .npy. A second file, NAME.names.csv, gives the image name of each row."""
+    """The output file: .safetensors, .npz or .npy. A second file, NAME.names.csv, contains the image name of each
+    row."""
 
     split: str = "train"
     """train, val, test or all."""
 
     tokens: Literal["pooled", "patches"] = "pooled"
-    """What a vector describes. pooled: an image. patches: a patch; the patches are ordered row by row."""
+    """pooled: one vector per image. patches: one vector per patch, with the patches in row-major order."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --tokens pooled: mean (of the patch tokens) or cls (the CLS token)."""
+    """With --tokens pooled: mean (the mean of the patch tokens) or cls (the CLS token)."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass."""
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
+    """For text data: column that contains the sentences. Default: the column used in training, or the only text
+    column."""
 
     def run(self) -> None:
         """Extracts the features, writes them, and prints their shape."""
@@ -135,11 +141,11 @@ class Features(DataArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(SentenceArgs):
-    """Measure the accuracy of a model, and show its errors.
+    """Measure the accuracy of a model, and show which errors the model makes.
 
-    The metric depends on the model. Classifiers have top-1 and balanced accuracy, or mean average precision
-    (multi-label). Segmentation has mIoU, detection has COCO's AP, and language models have perplexity. Several
-    classifiers are also measured as an ensemble.
+    The metrics depend on the task. Classification: top-1 and balanced accuracy. Multi-label classification: mean
+    average precision. Segmentation: mIoU. Detection: COCO's AP. Language models: perplexity. If you give several
+    classifiers, Situs also measures their ensemble.
 
     For example: situs evaluate accuracy runs/ft
     """
@@ -157,27 +163,28 @@ class Accuracy(SentenceArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """One or several models: a run, an export, a model folder, a locked folder, or a timm name with its weights
+    """One or several models: training runs, exports, model folders, locked folders, or timm model names with weights
     (NAME=FILE)."""
 
     average: Literal["softmax", "logits"] = "softmax"
-    """With several models: average the probabilities (softmax) or the logits."""
+    """For an ensemble of several models: average the probabilities (softmax) or the logits."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Samples per batch. Default: 256, or 16 for segmentation and 8 for detection."""
+    """Samples per batch. Default: 16 for segmentation, 8 for detection, and 256 otherwise."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """For segmentation and detection: number of lowest-scoring images that the page shows."""
+    """For segmentation and detection: number of images on the page. The page shows the images with the lowest
+    scores."""
 
     mode: Literal["slide", "whole"] = "slide"
-    """How to segment large images. slide: cut windows of the model's size, and average overlapping windows. whole:
-    segment the whole image at once, with resampled position embeddings."""
+    """How to segment images that are larger than the model input. slide: segment overlapping windows, and average their
+    logits. whole: segment the whole image at once, with resampled position embeddings."""
 
     overlap: Annotated[float, Parameter(metavar="RATIO")] = 1 / 3
-    """With --mode slide: smallest overlap of neighbouring windows, as a ratio of the window."""
+    """With --mode slide: smallest overlap of neighbouring windows, as a ratio of the window size."""
 
     save_detections: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the detections to this file in COCO's results format. Coordinates are pixels of the original files."""
+    """Write the detections to this file in COCO's results format. Coordinates are in pixels of the original images."""
 
     def run(self) -> None:
         if len(self.model) > 1:
@@ -221,23 +228,22 @@ def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Knn(MeasureArgs):
-    """Measure k-nearest-neighbour accuracy on the frozen features of each layer. Neighbours come from the training
-    split (the bank).
+    """Measure the k-nearest-neighbour accuracy of the frozen features of each layer. The neighbours are images of the
+    training split.
 
-    Features are the CLS token and the mean of the patch tokens.
+    The features are the CLS token and the mean of the patch tokens.
 
     For example: situs evaluate knn runs/mp3 --k 20
     """
 
     k: Annotated[int | None, Parameter(metavar="N")] = None
-    """Number of neighbours. The default is 20, or fewer if a class has fewer images in the bank."""
+    """Number of neighbours. Default: 20, or the mean number of training images per class if this mean is smaller."""
 
     temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
-    """Temperature τ in exp(similarity / τ), the weight of a neighbour. With none, all neighbours have the same
-    weight."""
+    """Temperature τ. A neighbour has the weight exp(similarity / τ). With none, all neighbours have the same weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Largest number of training images in the bank (none: all of them)."""
+    """Search the neighbours among at most this many training images. With none, search all training images."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -245,8 +251,8 @@ class Knn(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(MeasureArgs):
-    """Fit a linear classifier on frozen features. The classifier predicts the position of patches, the class of images,
-    or the class of pixels.
+    """Fit a linear classifier on frozen features. With --kind, choose whether the classifier predicts the position of a
+    patch, the class of an image, or the class of a pixel.
 
     For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --train-count 200
     """
@@ -261,31 +267,32 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """What the classifier predicts. position: where patches belong whose position embedding is left out. class: the
-    class of an image. segments: the class of each pixel; this needs masks."""
+    """position: predict the position of patches without position embedding. class: predict the class of an image.
+    segments: predict the class of each pixel (needs masks)."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """A second model to compare with, such as the fine-tuned model."""
+    """A second model for comparison, such as the fine-tuned model."""
 
     train_count: Annotated[int, Parameter(metavar="IMAGES")] = 2000
-    """Largest number of training images for the fit."""
+    """Largest number of training images for fitting the classifier."""
 
     ratio: Annotated[float, Parameter(metavar="RATIO")] = 0.75
-    """With --kind position: ratio of patches without position embedding."""
+    """With --kind position: ratio of the patches that have no position embedding."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --kind class: mean (of the patch tokens) or cls (the CLS token)."""
+    """With --kind class: mean (the mean of the patch tokens) or cls (the CLS token)."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --kind segments: pixel value of the first class in the mask files. Default: 0, or 1 with ADE20K's class
-    list."""
+    """With --kind segments: pixel value of the first class in the mask files. Default: 0, or 1 for data with the ADE20K
+    class list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --kind segments: pixel values that mean no class. Default: 255, and also 0 with ADE20K's class list."""
+    """With --kind segments: pixel values that belong to no class and are ignored. Default: 255. For data with the
+    ADE20K class list, the default is 0."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: class names. Default: a class list beside the data. Without a list, the names are
-    numbers."""
+    """With --kind segments: names of the classes. Default: the class list next to the data. Without a class list, the
+    names are numbers."""
 
     def run(self) -> None:
         from situs.data.modalities.mask import usual_masks
@@ -301,9 +308,11 @@ class Probe(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency(MeasureArgs):
-    """Measure how a classifier's predictions change when patches are shuffled. The metrics for each γ are top-1,
-    consistency (the ratio of unchanged predictions) and Diff.Norm (the mean distance of the features). Every metric is
-    measured twice: with and without a mask that tells the model which patches were shuffled.
+    """Measure how the predictions of a classifier change when patches are shuffled. γ is the ratio of shuffled patches.
+
+    The metrics are top-1, consistency (the ratio of images with an unchanged prediction) and Diff.Norm (the mean
+    distance between the features of the original and the shuffled image). Every metric is measured twice. In one
+    measurement, a mask tells the model which patches were shuffled. In the other measurement, the model gets no mask.
 
     For example: situs evaluate consistency runs/ft --ratios 0,.15,.5
     """
@@ -312,8 +321,8 @@ class Consistency(MeasureArgs):
     """Values of γ, the ratio of shuffled patches."""
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
-    """Grid of the shuffled patches, for a network without tokens (ResNet). Default: the grid of the run. Without a run,
-    the default is 14,14, or 8,8 if 14 does not divide the image size."""
+    """For a network without tokens, such as a ResNet: rows and columns of the patch grid. Default: the grid used in
+    training. Without a training run, the default is 14,14, or 8,8 if the image size is not a multiple of 14."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -335,27 +344,30 @@ class Robustness(MeasureArgs):
     }
 
     corruptions: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("all",)
-    """Corruptions to apply to --data: all, none, a kind (noise, blur, weather, digital) or names such as snow,fog."""
+    """Corruptions of the images in --data: all, none, a kind (noise, blur, weather, digital), or names such as
+    snow,fog."""
 
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Severities of the corruptions, from 1 to 5."""
 
     imagenet_c: _Folder = None
-    """Ready-made corrupted images: FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE, or CORRUPTION.npy as in CIFAR-C."""
+    """Folder of published corrupted images, with paths CORRUPTION/SEVERITY/CLASS/IMAGE (ImageNet-C) or CORRUPTION.npy
+    (CIFAR-C)."""
 
     imagenet_a: _Folder = None
-    """Natural adversarial examples, FOLDER/CLASS/IMAGE. The metrics are accuracy and AURRA over the classes of this
-    folder."""
+    """Folder of natural adversarial images, with paths CLASS/IMAGE. The metrics are accuracy and AURRA, over the
+    classes in the folder."""
 
     imagenet_o: _Folder = None
-    """Images outside the classifier's classes, FOLDER/CLASS/IMAGE. The metric is AUPR against --in-distribution."""
+    """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR of detecting these images
+    among the images of --in-distribution."""
 
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images of the classifier's classes, to compare with --imagenet-o. Default: --data."""
+    """In-distribution images for the comparison with --imagenet-o. Default: the images of --data."""
 
     class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with one class name per line, in the order of the outputs (for ImageNet, wnids). A model without class names
-    needs this file."""
+    """File with one class name per line, in the order of the model outputs (for ImageNet, WordNet ids such as
+    n01440764). A model without class names needs this file."""
 
     def run(self) -> None:
         from situs.measure.robustness.run import PublishedSets, evaluate_robustness
@@ -367,11 +379,12 @@ class Robustness(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Position(MeasureArgs):
-    """Measure how much a model knows about position.
+    """Measure how much a model knows about position. The flag --kind sets what is measured.
 
-    --kind answers: how often an MP3 or DropPos run predicts the right position, for several mask ratios. --kind
-    vectors: pictures, spectrum and linear decoding of position embeddings. --kind all: for any model, what its position
-    embeddings, features, predictions and blocks know about position.
+    With --kind answers, Situs measures how often an MP3 or DropPos run predicts the right position, at several mask
+    ratios. With --kind vectors, Situs shows pictures and the spectrum of the position embeddings, and fits a linear
+    regression from embeddings to positions. With --kind all, Situs measures what the position embeddings, features,
+    predictions and blocks of any model know about position.
 
     For example: situs evaluate position runs/mp3
     """
@@ -388,31 +401,31 @@ class Position(MeasureArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE). --kind vectors
-    takes several models."""
+    """A training run, an export, a model folder, a locked folder, or a timm model name with weights (NAME=FILE). With
+    --kind vectors, you can give several models."""
 
     kind: Literal["answers", "vectors", "all"] = "answers"
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: mask ratios, MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With
-    --kind all: ratios of shuffled patches (default: .15,.5,.9); the verdict reports only the first of them."""
+    """With --kind answers: mask ratios. Default: 0,.25,.5,.75,.9 for MP3 (η), and 0,.25,.5,.75 for DropPos (γ). With
+    --kind all: ratios of shuffled patches. Default: .15,.5,.9. The verdict reports only the first ratio."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: DropPos's γ_pos, the ratio of the visible patches that lose their position. Default:
-    .25,.5,.75,.95."""
+    """With --kind answers, for DropPos: values of γ_pos, the ratio of visible patches that lose their position.
+    Default: .25,.5,.75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers, for MP3: ratio of patches whose position is given as a hint. Default: as in training."""
+    """With --kind answers, for MP3: ratio of hints (patches that keep their position). Default: as in training."""
 
     folds: int = 5
-    """With --kind vectors: number of folds of the cross-validated regression."""
+    """With --kind vectors: number of cross-validation folds of the linear regression."""
 
     equivariance: bool = True
     """With --kind all: also test whether the blocks are equivariant to token permutations."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random with a fixed seed. Default: all, or 64 with --kind all."""
+    """Use at most this many images, chosen at random with a fixed seed. Default: all images, or 64 with --kind all."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Images per batch. Default: 256, or 16 with --kind all."""
@@ -444,9 +457,9 @@ class Position(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(FewImagesArgs):
-    """Show a model's attention: maps over images, mean attention for each relative offset, and the entropy of each
-    head. With --kind correlation, show the similarity of features at two positions, within an image and between two
-    images.
+    """Show the attention of a model: attention maps of images, the mean attention for each relative offset, and the
+    entropy of each head. With --kind correlation, show instead how similar the features at two positions are, within
+    one image and between two images.
 
     For example: situs evaluate attention runs/mp3
     """
@@ -454,17 +467,18 @@ class Attention(FewImagesArgs):
     only: ClassVar[dict[str, tuple[str, ...]]] = {"layer": ("maps",), "show": ("maps",), "depth": ("correlation",)}
 
     kind: Literal["maps", "correlation"] = "maps"
-    """maps: the attention. correlation: the similarity of features at two positions."""
+    """maps: show the attention. correlation: show the similarity of the features at two positions."""
 
     layer: int | None = None
-    """With --kind maps: layer whose maps are shown, counted from 1. Default: the last layer."""
+    """With --kind maps: number of the layer whose maps are shown. The first layer has number 1. Default: the last
+    layer."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
-    """With --kind maps: number of images shown."""
+    """With --kind maps: number of images for which maps are shown."""
 
     depth: str = "norm"
-    """With --kind correlation: layer of the features. Give embedding, the number of a block, or norm (the final
-    norm)."""
+    """With --kind correlation: layer whose similarities are shown. Give embedding, the number of a block, or norm (the
+    final norm)."""
 
     def run(self) -> None:
         from situs.measure.attention import analyze_attention
@@ -476,21 +490,20 @@ class Attention(FewImagesArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct(FewImagesArgs):
-    """Show how an MP3 or DropPos run solves jigsaw puzzles. Each patch is drawn at its predicted position.
-
-    For MP3, some puzzles mix the patches of two images.
+    """Show how an MP3 or DropPos run solves jigsaw puzzles. The pictures show each patch at its predicted position. For
+    MP3, some puzzles mix the patches of two images.
 
     For example: situs evaluate reconstruct runs/mp3
     """
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """Mask ratios: MP3's η or DropPos's γ. Default: 0,.25,.5,.75, as in the papers."""
+    """Mask ratios of the puzzles (η for MP3, γ for DropPos). Default: 0,.25,.5,.75, as in the papers."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """DropPos's γ_pos, the ratio of the visible patches that lose their position. Default: .75,.95."""
+    """For DropPos: values of γ_pos, the ratio of visible patches that lose their position. Default: .75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For MP3: ratio of patches whose position is given as a hint. Default: as in training."""
+    """For MP3: ratio of hints (patches that keep their position). Default: as in training."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """Number of images shown."""

@@ -14,23 +14,24 @@ from situs.errors import counted
 
 @dataclass(frozen=True)
 class Export:
-    """Write a model to a folder that timm, transformers or an ONNX runtime loads without Situs.
+    """Write a model to a folder that timm, transformers or an ONNX runtime can load without Situs.
 
     For example: situs export runs/ft --out exported
     """
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The run to export. For ONNX, a model folder or a timm name with its weights (NAME=FILE) works too."""
+    """The training run to export. For ONNX, a model folder or a timm model name with its weights (NAME=FILE) also
+    works."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Output folder. It must be new or empty."""
+    """Output folder, which must be new or empty."""
 
     form: Annotated[Literal["timm", "hf", "onnx"] | None, Parameter(name="--format")] = None
-    """Format of the export: timm, hf (transformers) or onnx. Default: the library of the run's model."""
+    """Format of the export: timm, hf (transformers) or onnx. Default: the library that the model comes from."""
 
     features: Literal["logits", "pooled", "patches"] | None = None
-    """Output of the ONNX graph: class logits, or one vector per image or per patch. Default: logits if the model has
-    a classifier."""
+    """Output of the ONNX graph: logits, pooled (one vector per image) or patches (one vector per patch). Default:
+    logits if the model has a classifier, otherwise pooled."""
 
     ema: bool = True
     """Export the moving average of the weights (EMA), if the run has one."""

@@ -55,7 +55,8 @@ class Doctor:
 
 
 class Check(NamedTuple):
-    """One line of the report. state: ok, missing, warning or broken; only broken makes the command fail."""
+    """One line of the report. The state is ok, missing, warning or broken. The command fails only if a package is
+    broken."""
 
     name: str
     state: str
@@ -170,7 +171,7 @@ Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 @dataclass(frozen=True)
 class Completion:
-    """Print or install a script that completes verbs, flags and their values in your shell.
+    """Print or install a script for shell completion of verbs, flags and their values.
 
     For example: situs completion bash --install
     """
@@ -179,7 +180,7 @@ class Completion:
     """bash, zsh, fish or powershell. Default: from $SHELL."""
 
     install: bool = False
-    """Install the script: write it to the shell's folder, and load it in the shell's startup file."""
+    """Write the script to the completion folder of the shell, and load the script in the startup file of the shell."""
 
     def run(self) -> None:
         """Prints or installs the script."""

@@ -27,7 +27,7 @@ class Keygen:
     """Output file. An existing file is never overwritten."""
 
     passphrase: bool = False
-    """Encrypt the key with a passphrase, read from SITUS_PASSPHRASE or from the terminal."""
+    """Encrypt the key with a passphrase. The passphrase comes from SITUS_PASSPHRASE or from the terminal."""
 
     def run(self) -> None:
         """Writes the key and warns about losing it."""
@@ -44,18 +44,20 @@ class Keygen:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(ShapeArgs):
-    """Lock a model with a key. The channels between its blocks are permuted, so the model is useless without the key.
+    """Lock a model with a key. The key permutes the channels between the blocks, so the model is useless without the
+    key.
 
-    Embedding, positions, final norm and head stay readable unless you use --withhold. situs unlock restores the
-    original files bit for bit. Known small files (configs, tokenisers, README, licence) are copied. Other files are
-    skipped and listed. A lock is obfuscation, not encryption: see situs audit lock.
+    Embedding, positions, final norm and head stay readable unless you use --withhold. With the key, situs unlock
+    restores the original files bit for bit. Configs, tokenisers, README and licence are copied. Other files are not
+    copied, and the output lists their names. A lock is obfuscation, not encryption: situs audit lock measures how much
+    security remains.
 
     For example: situs lock exported --key owner.key --out locked
     """
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export, a timm or transformers folder with safetensors, or a timm name with its weights (NAME=FILE or
-    --weights)."""
+    """A training run, an export, a timm or transformers folder with safetensors, or a timm model name with its weights
+    (NAME=FILE or --weights)."""
 
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key file (situs keygen)."""
@@ -64,19 +66,19 @@ class Lock(ShapeArgs):
     """Output folder. It must not exist."""
 
     withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
-    """Parts of the model to leave out of the locked folder and write to a second file, for the owner. embedding:
-    everything before the blocks. blocks=K: the first K blocks. embedding,blocks=K: both."""
+    """Parts to leave out of the locked folder: embedding (everything before the blocks), blocks=K (the first K blocks),
+    or embedding,blocks=K (both). Situs writes these parts to a second file, for the owner."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Path of the file with the withheld parts, which only you can read (mode 0600). Default: beside the locked
+    """Path of the file with the withheld parts. Only you can read this file (mode 0600). Default: next to the locked
     folder."""
 
     seal: bool = False
-    """Also encrypt the files (AES-256-GCM). The manifest, which lists names and shapes, stays readable."""
+    """Also encrypt the files (AES-256-GCM). The manifest with the names and shapes of the tensors stays readable."""
 
     cover: bool = False
-    """Also permute MLP units, heads and the channels of heads. This makes weight matching harder but adds no
-    security."""
+    """Also permute MLP units, attention heads and the channels of heads. Comparing the weights with those of the
+    original model becomes harder, but the lock does not become more secure."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""
@@ -93,26 +95,27 @@ class Lock(ShapeArgs):
 class Unlock:
     """Undo the lock of a model with its key, and restore the original files bit for bit.
 
-    The manifest and every tensor are checked first. If a check fails, nothing is written. Only you can read the
-    output files (mode 0600).
+    Situs first checks the manifest and every tensor. If a check fails, nothing is written. Only you can read the output
+    files (mode 0600).
 
     For example: situs unlock locked --key owner.key --out unlocked
     """
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
-    """The locked folder."""
+    """The folder of the locked model."""
 
     key: Annotated[Path, Parameter(metavar="FILE")]
-    """The key that locked the folder."""
+    """The key file that was used to lock the model."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Output folder. It must not exist."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file with the withheld parts, if parts were withheld."""
+    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     retrained: bool = False
-    """Accept weights that were trained after locking, if their names and shapes are those in manifest.json."""
+    """Accept weights that were trained after locking. Names and shapes of the tensors must still agree with
+    manifest.json."""
 
     def run(self) -> None:
         """Writes the unlocked folder and says what it is."""
@@ -125,25 +128,26 @@ class Unlock:
 
 @dataclass(frozen=True)
 class Certs:
-    """Make a temporary certificate authority, and certificates for a server and clients, to try out split learning.
-
-    For example: situs split certs --out certs
+    """Make certificates to try out split learning: a temporary certificate authority, and certificates for a server and
+    its clients.
 
     In production, use certificates of your own authority with the same file names: ca.pem, server.pem, server.key,
-    client.pem, client.key. The server identifies a client by the common name of its certificate.
+    client.pem, client.key. The server identifies a client by the common name of the client certificate.
+
+    For example: situs split certs --out certs
     """
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """A new folder that only you can read."""
+    """A new folder, which only you can read."""
 
     hosts: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
-    """Host names and addresses of the server. localhost is always included."""
+    """Host names and IP addresses of the server. The name localhost is always included."""
 
     clients: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ("client",)
-    """Names of the clients; each gets NAME.pem and NAME.key."""
+    """Names of the clients. Each client gets the files NAME.pem and NAME.key."""
 
     days: Annotated[int, Parameter(metavar="N")] = 30
-    """Number of days that the certificates are valid."""
+    """Number of days for which the certificates are valid."""
 
     def run(self) -> None:
         """Writes the certificates and prints their fingerprints."""

@@ -18,42 +18,43 @@ from situs.errors import SitusError, counted
 
 @dataclass(frozen=True, kw_only=True)
 class Info(NamedArgs):
-    """Show a model's parts, and which methods and locks apply to it (or why not).
+    """Show the parts of a model, and which methods and locks the model supports. If a method or lock is not supported,
+    the output says why.
 
-    With --verify, run the model and test two equivariances. Equivariance to permuted tokens (rows) is necessary for
-    private split learning. Equivariance to permuted channels (columns) is necessary for locks. The test covers forward,
-    backward and optimiser steps, in float64 and in the model's dtype. If a part of the model cannot be tested, the
-    reason is shown.
+    With --verify, Situs runs the model and tests two kinds of equivariance. Private split learning needs equivariance
+    to permuted tokens (rows). Locks need equivariance to permuted channels (columns). The test covers the forward pass,
+    the backward pass and optimiser steps, in float64 and in the dtype of the model. If a part of the model cannot be
+    tested, the output says why.
 
-    With --like, test whether a server crafted the weights so that gradients reveal single samples. The exit status is 3
-    if the test finds signs of this. Finding no signs proves nothing: weights can be crafted to pass the test.
+    With --like, Situs tests whether a server crafted the weights so that gradients reveal single samples. Exit status 3
+    means that the weights look crafted. Exit status 0 does not prove that the weights are honest, because weights can
+    be crafted to pass the test.
 
     For example: situs info vit_base_patch16_224
     """
 
     verify: bool = False
-    """Measure whether the model is equivariant to permutations of its tokens and of its channels."""
+    """Test whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: compare this many AdamW steps with and without permutations. With 0, skip this comparison."""
+    """With --verify: number of AdamW steps to compare, with and without permutations. 0 skips this comparison."""
 
     tokens: int = 32
-    """With --verify: test with at most this many patch tokens per image, if the model can run on a part of its
-    tokens."""
+    """With --verify: use at most this many patch tokens per image, if the model accepts fewer tokens than usual."""
 
     seed: int = 0
-    """With --verify: random seed of inputs and keys. Without --weights it is also the seed of the weights."""
+    """With --verify: random seed of inputs and keys. Without --weights, this seed also sets the random weights of the
+    model."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """With --verify or --like: cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
     """Test whether a server crafted the weights so that gradients reveal single samples. PUBLIC is a public model of
-    the same architecture to compare with. If there is no such model, give the word random."""
+    the same architecture, for comparison. If you have no public model, use --like random."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify or --like: folder for the numbers (.json) and the page (.html). With --out none, no files are
-    written."""
+    """With --verify or --like: folder for the results (JSON and HTML). With --out none, no files are written."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
@@ -67,7 +68,11 @@ class Info(NamedArgs):
             return None
         for name in ("steps", "tokens", "seed", *(("device", "out") if self.like is None else ())):
             if getattr(self, name) != getattr(Info, name):
-                raise SitusError(f"{name}: needs verify", field=(name, "verify"))
+                raise SitusError(
+                    f"{name}: applies only with {'verify or like' if name in ('device', 'out') else 'verify'}; leave "
+                    f"{name} out",
+                    field=(name, "verify"),
+                )
         if self.like is not None:
             return self._check(self.like)
         from situs.models.describe import describe
@@ -92,19 +97,19 @@ class Info(NamedArgs):
 
 @dataclass(frozen=True)
 class Report:
-    """Compare several runs on one page: curves, tables, configs and speed.
+    """Compare several training runs on one page: curves, tables, configs and speed.
 
     For example: situs report runs/mp3 runs/ft
     """
 
     runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
-    """Run folders: finished, running or interrupted."""
+    """Folders of training runs, which may be finished, running or interrupted."""
 
     over: Literal["epoch", "step"] = "epoch"
-    """Unit of the curves' horizontal axis."""
+    """Horizontal axis of the curves: epoch or step."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
+    """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""
@@ -116,8 +121,8 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Play(NamedArgs):
-    """Make a page that runs a small model in the browser. On the page you move patches of an image and see the
-    predictions.
+    """Make a page that runs a small model in the browser. On the page, you can move the patches of an image and see how
+    the predictions change.
 
     For example: situs play runs/ft --out play.html
     """
@@ -126,18 +131,18 @@ class Play(NamedArgs):
     """Output file, NAME.html."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images on the page. Default: the images of the run, or the sample images of Situs. Everybody who gets the page
-    also gets these images."""
+    """Images on the page. Default: the images of the training run, or the sample images of Situs. The page contains
+    these images, so share the page only with people who may have the images."""
 
     split: str | None = None
-    """Split of the images: train, val or test. Default: val, or all images if the data has no splits."""
+    """Split of the images: train, val or test. Default: val. For data without splits, the default is all images."""
 
     count: Annotated[int, Parameter(metavar="IMAGES")] = 60
-    """Number of images on the page. The page measures accuracy on all of them."""
+    """Number of images on the page. The page measures the accuracy on all these images."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes. Weights are stored in 32 bits if the page then fits, and otherwise in 16
-    bits."""
+    """Largest size of the page in megabytes. The page stores the weights in 32 bits if they fit into this size, and in
+    16 bits otherwise."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""

@@ -34,24 +34,24 @@ class ShapeArgs:
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: weights of the model. Give a weight file, pretrained (weights published by timm) or random."""
+    """Weights of a timm model: a weight file, pretrained (the weights that timm publishes) or random."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's own image size. For your own module, Situs finds the size if only one
-    size works."""
+    """Image size in pixels. Default: the image size of the model. For your own module, Situs detects the size if the
+    module accepts only one size."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: patch size in pixels. Default: the model's patch size."""
+    """For a timm model: patch size in pixels. Default: the patch size of the model."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm name or your own module: number of image channels. Default: 3, or for your own module the number that
-    Situs finds."""
+    """For a timm model or your own module: number of image channels. Default: 3. For your own module, Situs detects the
+    number."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Further constructor arguments of a timm model or your own module."""
+    """Further constructor arguments of a timm model or of your own module."""
 
     ema: bool = True
-    """For a run: use the moving average of its weights (EMA)."""
+    """For a training run: use the moving average (EMA) of the weights, if the run has one."""
 
     def shape(self) -> dict[str, Any]:
         """The values of these flags, as arguments of `open_model`."""
@@ -64,14 +64,14 @@ class NamedArgs(ShapeArgs):
     """Which model, and how it is opened."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the key file. Without the key the weights stay permuted."""
+    """Key file of a locked model. Without the key, the weights stay permuted."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the file with the withheld parts. You must also give --key."""
+    """File with the withheld parts of a locked model. This flag needs --key."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export, a locked folder, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm name with weights
-    (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
+    """A training run, an exported or locked model, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, the name of a
+    timm model (NAME=FILE, or NAME with --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ModelArgs(NamedArgs):
     """Which model, and where it runs."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,14 @@ class DataArgs(ModelArgs):
     """Which model, on which images."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Path of the images. Default: the images that the run was trained on."""
+    """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of images that are held out for evaluation, if the data has neither val nor test. Default: as in the
-    run."""
+    """For data that has neither val nor test: ratio of the images to hold out for evaluation. Default: as in
+    training."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random with a fixed seed. Default: all."""
+    """Use at most this many images, chosen at random with a fixed seed. Default: all."""
 
     batch: int = 256
     """Images per batch."""
@@ -105,11 +105,11 @@ class ImageArgs(DataArgs):
     """Which model, on which images, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
+    """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     split: str | None = None
-    """train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or
-    all images if the data has no splits."""
+    """Split to use: train, val, test or all. If only one of val and test exists, both names mean this split. Default:
+    val. For data without splits, the default is all images."""
 
     seed: int = 0
     """Random seed."""
@@ -120,7 +120,7 @@ class FewImagesArgs(ImageArgs):
     """The same, on a few images."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """At most this many images, chosen at random with a fixed seed."""
+    """Use at most this many images, chosen at random with a fixed seed."""
 
 
 def check_folder(folder: Path | None, *results: str) -> None:
@@ -168,15 +168,15 @@ def open_from(
 
 
 def open_named(source: str, args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
-    """The model `source` by the flags; see `open_from`. Warns if its weights are still scrambled."""
+    """The model `source` by the flags; see `open_from`. Warns if its weights are still permuted."""
     from situs.models import open_model
     from situs.train import distributed
 
     model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
-            f"FILE, or unlock the model with situs unlock",
+            f"situs: {model.name}: without the key, its blocks stay permuted and the results are meaningless; give "
+            "--key FILE, or unlock the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():

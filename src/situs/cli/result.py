@@ -34,7 +34,7 @@ class MeasureArgs(ImageArgs):
     """Precision of the forward pass."""
 
     snr_db: Annotated[float | None, Parameter(metavar="DECIBELS")] = None
-    """For audio clips: add background noise at this signal-to-noise ratio."""
+    """For audio clips: add background noise. The value is the signal-to-noise ratio in dB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,16 @@ class SentenceArgs(MeasureArgs):
     topics: ClassVar = MeasureArgs.topics | {"text": ("column", "pair", "label")}
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
+    """For text data: column that contains the sentences. Default: the column used in training, or the only text
+    column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column with the second sentence. Use none for single sentences. Default: as in training."""
+    """For text data: column that contains the second sentence of each pair. Use none for single sentences. Default: as
+    in training."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
-    """Text data: column with the labels. Default: the column used in training, or the column named label."""
+    """For text data: column that contains the labels. Default: the column used in training, or the column named
+    "label"."""
 
 
 def options_of(args: DataArgs) -> dict[str, Any]:

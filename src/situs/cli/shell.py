@@ -116,7 +116,7 @@ def _collecting() -> Iterator[_Answer]:
 
 
 class _LinesToStderr(io.TextIOBase):
-    """Replaces stdout: collects the lines and writes them to stderr."""
+    """A replacement for stdout that collects the printed lines and writes them to stderr."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines, self.unfinished = lines, ""

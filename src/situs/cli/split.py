@@ -41,10 +41,10 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Folder of TLS certificates, as situs split certs writes it."""
+    """TLS certificate folder (see situs split certs)."""
 
     plaintext: bool = False
-    """No certificates and no encryption. Server and client must run on one machine."""
+    """Use no certificates and no encryption. Server and client must then run on the same machine."""
 
     def credentials(self, side: str) -> Credentials | None:
         """The certificates; None with --plaintext."""
@@ -63,13 +63,14 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """Address of the server, or local to run everything in this process."""
+    """Address of the server, or local (the blocks then run in this process)."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
-    """Name of this client's certificate and key: NAME.pem and NAME.key."""
+    """Name of this client. The --tls folder must contain the certificate NAME.pem and the key NAME.key of the
+    client."""
 
     patience: Annotated[float, Parameter(metavar="SECONDS")] = 120.0
-    """Stop if the server does not answer within this many seconds."""
+    """Stop if the server gives no answer for this many seconds."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Key file. Default: the key in the run's folder."""
@@ -91,13 +92,16 @@ class ClientArgs(WireArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(Recipe, WireArgs):
-    """Serve a model's blocks to clients that train with them. The server receives features, but no images or labels.
+    """Serve the blocks of a model to clients that train with these blocks. The server receives features, but no images
+    or labels.
 
-    For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
-    --out runs/server
+    Server and client must use the same optimiser and precision. The learning rate comes from the client. After Ctrl-C,
+    start the server again with the same folder to continue unfinished trainings. The server logs refused requests in
+    OUT/refused.log.
 
-    Server and client must use the same optimiser and precision. The client sends the learning rate. After Ctrl-C, start
-    the server again with the same folder to continue its trainings. Refused requests are logged in OUT/refused.log."""
+    For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs --out
+    runs/server
+    """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "advanced": (
@@ -111,26 +115,27 @@ class Serve(Recipe, WireArgs):
     }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the trainings. Unfinished trainings there continue."""
+    """Folder for the trainings. Unfinished trainings in this folder continue."""
 
     listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:7443"
-    """Address of the server. Port 0 picks and prints a free port."""
+    """Address of the server. With port 0, the server chooses a free port and prints this port."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights: a run, an export, a weight file, or a locked folder (its key is not needed)."""
+    """Initial weights: a training run, an export, a weight file, or a locked model. The server does not need the key of
+    a locked model."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the clients to refuse. Each line contains the common name or the fingerprint of a certificate. The
-    server reloads the file when it changes."""
+    """File that lists the clients to refuse. Each line contains the common name or the fingerprint of a certificate.
+    The server reloads the file when the file changes."""
 
     shared: bool = False
-    """All clients train the same blocks, one client at a time. By default, each client has its own blocks."""
+    """All clients train the same blocks, and take turns. By default, each client trains its own blocks."""
 
     clients: Annotated[int, Parameter(metavar="N")] = Limits.clients
-    """Largest number of trainings at the same time."""
+    """Largest number of trainings that the server keeps in memory at the same time."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
@@ -151,7 +156,7 @@ class Serve(Recipe, WireArgs):
                     server, self.listen, credentials, deny=self.deny, say=_say, stopped=lambda: interrupt.requested
                 )
         refused = ", ".join(f"{count} {code}" for code, count in sorted(service.refused.items()))
-        _say(f"stopped; refused: {refused or 'nothing'}")
+        _say(f"stopped; refused requests: {refused or 'none'}")
         return 0
 
 
@@ -161,12 +166,11 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Recipe, ClientArgs):
-    """Train with the blocks of a server. Images, labels, embedding, positions and head stay on this machine.
+    """Train a model whose blocks run on a server. Images, labels, embedding, positions and head stay on this machine.
+    Without permutations and defences, the result equals local training bit for bit.
 
     For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
     --permute rows,columns --out runs/split
-
-    Without permutations and defences, the result equals local training bit for bit.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -188,23 +192,25 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights, the same as the server's."""
+    """Initial weights, the same as on the server."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file with the withheld parts of a locked model, if parts were withheld."""
+    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: permute tokens, anew at each step. columns: permute channels with the key. Default: neither."""
+    """rows: permute the tokens, in a new order at each step. columns: permute the channels with the key. Default: no
+    permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), or batch-shuffle=B
-    (B samples). Default: none."""
+    """Defence: none, noise=σ (σ in standard deviations of the tokens), lowpass=r (keep this ratio of frequencies), or
+    batch-shuffle=B (B samples exchange tokens). Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of messages. own: the model's precision. bf16: rounded to bfloat16, which halves the bytes."""
+    """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32
+    messages)."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
@@ -253,57 +259,57 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
-    """Measure the accuracy of a split run, or generate text. The server runs the blocks. Permutations and defence are
-    the same as in training.
+    """Measure the accuracy of a model that was trained by split learning, or generate text. The server runs the blocks.
+    Permutations and defence are the same as in training.
+
+    With --server local, no server is needed, but RUN must contain the blocks. To generate text, RUN may also be a
+    language model whose blocks run on a server (split serve --from). A locked language model needs --key.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
-
-    With --server local, the blocks in the run's folder replace the server. To generate text, RUN may also be a causal
-    model whose blocks the server has (split serve --from); a locked model needs --key.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"advanced": ("name", "patience", "withheld", "seed", "prompts")}
 
     folder: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The client's part of a split run."""
+    """The client's part of the run (the output folder of situs split train)."""
 
     generate: Annotated[str | None, Parameter(metavar="TEXT")] = None
-    """Continue this text and print the words as they come."""
+    """Generate a continuation of this text. Each word is printed as soon as the model generates the word."""
 
     prompts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Continue each line of this file."""
+    """Generate a continuation of each line of this file."""
 
     max_tokens: Annotated[int, Parameter(metavar="N")] = 128
-    """Largest number of tokens to generate."""
+    """Largest number of tokens to generate for each text."""
 
     temperature: float = 0.0
-    """With 0, the next word is the most probable one. Otherwise it is drawn from softmax(logits / temperature)."""
+    """With 0, the next token is the most probable token. Otherwise, the next token is sampled from softmax(logits /
+    temperature)."""
 
     seed: int = 0
-    """Random seed of the words that are drawn."""
+    """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for text from a model that is not a split run: none, or noise=σ (in standard deviations of its word
-    vectors). A split run uses its own defence."""
+    """Defence for generated text: none or noise=σ (σ in standard deviations of the word vectors). For a model from
+    split training, the defence of its training is always used."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file with the withheld parts of a locked model, if parts were withheld."""
+    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Path of the images. Default: the val split of the run's data."""
+    """Path of the images. Default: the val split of the training data."""
 
     count: Annotated[int | None, Parameter(metavar="N")] = None
-    """At most this many images. Default: all."""
+    """Use at most this many images. Default: all."""
 
     permute: Annotated[tuple[Literal["rows"], ...] | None, Parameter(metavar="rows")] = None
-    """With --server local: permute the tokens (rows) of a run that was not trained by split learning. Default: as in
-    training."""
+    """With --server local: permute the tokens (rows) before the blocks. Default: as in training."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """With --server local: cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder: numbers (JSON), page (HTML). With --out none, no files are written."""
+    """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     def run(self) -> None:
         """Evaluates, or generates."""
@@ -365,28 +371,28 @@ class Infer(ClientArgs):
                 written.append({"prompt": text, "text": "".join(pieces)})
             seconds = time.perf_counter() - began
             answer({"texts": written, "tokens": writer.count, "seconds": seconds})
-            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} a second")
+            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} tokens per second")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Join the parts of client and server into an ordinary run. The run works with evaluate, export, audit and
-    --resume.
+    """Join the parts of client and server into one ordinary run. Situs can then evaluate, export and audit this run,
+    and can resume the training.
 
     For example: situs split merge runs/split runs/server --out runs/whole
     """
 
     client: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The client's part."""
+    """The client's part (the output folder of situs split train)."""
 
     server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
-    """The server's folder, or the folder of one training inside it."""
+    """The output folder of situs split serve, or the subfolder of one training."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """A new folder for the run."""
+    """A new folder for the joined run."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key that permutes the channels, if the client's folder does not contain it."""
+    """Key file of the permuted channels, if the client's folder does not contain the key."""
 
     def run(self) -> None:
         """Writes the run and prints the next commands."""

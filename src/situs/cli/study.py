@@ -65,30 +65,34 @@ def command_kind(job: Job) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Reproduce a table or figure of a paper, or run your own study. A page compares the paper's numbers with ours.
+    """Reproduce a table or figure of a paper, or run your own study. The results page compares the numbers of the paper
+    with the numbers that Situs measured.
+
+    After a crash or Ctrl-C, repeat the same command. Finished jobs are skipped, and interrupted jobs continue.
 
     For example: situs study run lock --scale quick --out runs/lock
-
-    After a crash or Ctrl-C, repeat the same command. Finished jobs are skipped; interrupted jobs continue.
     """
 
     study: Annotated[str, POSITIONAL, Parameter(metavar="NAME|FILE")]
-    """An included study (situs study show lists all), or your own TOML file."""
+    """The name of an included study (situs study show lists the names), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the study. Give a new folder, or that of an earlier study, which then continues."""
+    """Output folder of the study: a new folder, or the folder of an earlier study to continue."""
 
     data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
-    """Path of the data. If the study has several data sets, give NAME=PATH for each. Jobs without data are skipped."""
+    """Path of the data. If the study has several data sets, give NAME=PATH for each data set. Jobs without data are
+    skipped."""
 
     seeds: Annotated[int | None, Parameter(metavar="N")] = None
-    """Run every job with the seeds 0 to N - 1. Default: the number in the study."""
+    """Number of seeds: every job runs with the seeds 0 to N - 1. By default, the study defines N."""
 
     scale: Annotated[str, Parameter(metavar="quick|paper")] = "paper"
-    """Size of the study. paper: the paper's setup. quick: a small setup that only tests whether the study runs."""
+    """Size of the study: paper (the setup of the paper) or quick (a small setup that only tests whether the study
+    runs)."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Use the run or export in FOLDER instead of training JOB. JOB is seed 0, JOB-1 is seed 1."""
+    """Use the training run or export in FOLDER instead of training JOB. JOB means the job with seed 0, and JOB-1 the
+    job with seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""
@@ -172,26 +176,27 @@ def _pairs(text: str, field: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Show:
-    """Show the table of a study. Without a name, list all studies.
+    """Show the table of a study. Without an argument, list all studies.
 
-    The argument is a folder that situs study run wrote, or the name of a study. The table of an unfinished study shows
-    the results so far. The list of all studies has, for each study, the title, the data, the GPU hours, the
-    paper's numbers and ours.
+    The argument is the output folder of situs study run, or the name of a study. The table of an unfinished study shows
+    the results so far. The list of studies shows the title, the data, the GPU hours, the numbers of the paper and the
+    numbers that Situs measured.
 
     For example: situs study show runs/lock
     """
 
     folder: Annotated[str, POSITIONAL, Parameter(metavar="FOLDER|NAME|FILE")] = ""
-    """The folder of a study, or a study's name or file. The table shows the paper's numbers and ours."""
+    """The output folder of situs study run, or the name or TOML file of a study. The table compares the numbers of the
+    paper with the measured numbers."""
 
     ours: bool = False
-    """Print our numbers in the form that the study's TOML file needs."""
+    """Print the measured numbers in the format of the TOML file of a study."""
 
     paper: Literal["mp3", "droppos", "mjp", "st"] | None = None
     """List only the studies of this paper."""
 
     numbers: bool = False
-    """List every table with the paper's numbers and ours."""
+    """Also print the table of every listed study, with the numbers of the paper and the measured numbers."""
 
     def run(self) -> None:
         """Prints the table, and writes the page of a folder again."""

@@ -54,19 +54,20 @@ class Training(Recipe):
     """A new folder for the run."""
 
     resume: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Resume this run, for example after a crash. Add --epochs or --steps to make the run longer."""
+    """Resume this run, for example after a crash. To make the run longer, add --epochs or --steps."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file, if training starts from a locked folder."""
+    """Key file of the locked model, if training starts from a locked model."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file with the withheld parts, if parts of the locked model were withheld."""
+    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     dry_run: bool = False
-    """Check the data, the model and one batch, and print the length of the training. No run is written."""
+    """Check the data, the model and one batch, and print how long the training would be. Nothing is trained or
+    written."""
 
     def place(self) -> dict[str, Any]:
         """The flags that are not part of the config, as arguments of `situs.api`'s functions."""
@@ -77,12 +78,10 @@ class Training(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Training):
-    """Pretrain a model on your images with a method such as MP3. Flags override the TOML file, and the file overrides
-    the preset.
+    """Pretrain a model on your images with a method such as MP3. Flags override the TOML file, and the TOML file
+    overrides the preset. To use 8 GPUs, replace "situs" by "torchrun --nproc-per-node 8 -m situs".
 
     For example: situs pretrain --preset samples-mp3 --out runs/mp3
-
-    On 8 GPUs: torchrun --nproc-per-node 8 -m situs pretrain, with the same flags.
     """
 
     config: RunConfig = configured(RunConfig, short=EVERYDAY)
@@ -132,22 +131,23 @@ def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Training):
-    """Fine-tune a pretrained model to predict classes, masks, objects or words.
+    """Fine-tune a pretrained model to predict classes, masks, objects or words. Backbone and image size come from the
+    pretrained model. The log shows the top-1 accuracy (for masks, the mIoU) on the validation split.
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
-
-    Backbone and image size come from the pretrained model. The log shows top-1 (or mIoU) on the validation split."""
+    """
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
-    (NAME=FILE or NAME=pretrained)."""
+    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model name
+    with weights (NAME=FILE or NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
-    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the run, but learned after
-    MP3."""
+    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the pretrained model. After
+    MP3, the default is learned."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Number of epochs between evaluations on the validation split. With 0, the run never evaluates. Default: 5."""
+    """Number of epochs between evaluations on the validation split. With 0, the model is never evaluated. Default:
+    5."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,
@@ -166,60 +166,61 @@ class Finetune(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt:
-    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best of five
-    recipes.
+    """Train a classifier on your images, from pretrained weights and few labels. Cross-validation chooses the best of
+    five recipes: class means, a linear probe, training only the head, LoRA, and training all layers.
+
+    The test images are your test split. If there is no test split, a fifth of your images become test images. The test
+    images are used only once, at the end.
 
     For example: situs adapt runs/mp3 --data samples --minutes 2 --out runs/adapted
-
-    The recipes are class means, a linear probe, training the head, LoRA, and training all layers. The test images are
-    your test split, or a held-out fifth of the images. They are used only once, at the end."""
+    """
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
-    (NAME=FILE or NAME=pretrained)."""
+    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model name
+    with weights (NAME=FILE or NAME=pretrained)."""
 
     data: Annotated[str, Parameter(metavar="PATH")]
-    """Labelled images, one folder per class, with or without splits."""
+    """Labelled images: one folder per class, with or without splits."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """A new folder for the run, its export and the page."""
+    """A new folder for the training run, its export and the results page."""
 
     unlabelled: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Further images without labels, for the pretraining with --method."""
+    """Further images without labels. These images are used only for pretraining with --method."""
 
     method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
-    """Also pretrain on your images with this method, and compare the recipes on that model too."""
+    """Also pretrain the model on your images with this method. The five recipes are then compared on both models."""
 
     minutes: float = 30.0
-    """Time limit in minutes. `adapt` first prints which recipes fit into the limit."""
+    """Time limit in minutes. Situs first prints which recipes fit into this time."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. A smaller size is faster. Default: the model's own image size. For a timm name on a CPU,
-    the default is smaller if the time limit is short."""
+    """Image size in pixels. A smaller size is faster. Default: the image size of the model. For a timm model on a CPU,
+    a short time limit makes the default smaller."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: patch size in pixels. Default: the model's patch size."""
+    """For a timm model: patch size in pixels. Default: the patch size of the model."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
-    """For a timm name: further constructor arguments."""
+    """Further constructor arguments of a timm model."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of the images that become test images, if the data has no test split. Default: 0.2."""
+    """For data without a test split: ratio of the images to use as test images. Default: 0.2."""
 
     batch: int | None = None
-    """Images per step. The default is 256, or for a small data set a tenth of the images, but at least 8."""
+    """Images per step. The default is a tenth of the images, but at least 8 and at most 256."""
 
     seed: int = 0
-    """Random seed of folds, order and augmentation."""
+    """Random seed of the cross-validation folds, the order of the images and the augmentation."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key of a locked folder."""
+    """Key file of the locked model."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file with the withheld parts, if parts of the locked model were withheld."""
+    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     def run(self) -> None:
         """Adapts, prints the table of all candidates and the path of the page."""
