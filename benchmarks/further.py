@@ -52,12 +52,11 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    **{f"all weights, {lr:g}": Setting(lr) for lr in (1e-6, 3e-6, 1e-5, 1e-4)},
-    **{f"all but the embeddings, {lr:g}": Setting(lr, last=12) for lr in (1e-6, 1e-5)},
-    **{f"last {last} blocks, {lr:g}": Setting(lr, last=last) for last in (8, 4, 2) for lr in (1e-5, 1e-4)},
-    **{f"LoRA, {lr:g}": Setting(lr, last=0, lora=True) for lr in (1e-4, 1e-3)},
-    **{f"layer decay 0.65, {lr:g}": Setting(lr, layer_decay=0.65) for lr in (1e-5, 1e-4)},
-    **{f"head first, then all at {lr:g}": Setting(lr, first=300) for lr in (1e-6, 1e-5)},
+    **{f"all weights, {lr:g}": Setting(lr) for lr in (1e-6, 1e-5)},
+    **{f"last {last} blocks, 1e-05": Setting(1e-5, last=last) for last in (8, 4, 2)},
+    "LoRA, 0.0001": Setting(1e-4, last=0, lora=True),
+    "layer decay 0.65, 1e-05": Setting(1e-5, layer_decay=0.65),
+    "head first, then all at 1e-06": Setting(1e-6, first=300),
 }
 
 
