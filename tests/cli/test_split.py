@@ -111,6 +111,9 @@ def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, 
     assert "folder of certificates" in told and "(--tls, --plaintext)" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--plaintext", "--listen", "0.0.0.0:0", status=2)
     assert "plaintext is allowed only on this machine" in told
+    told = said(capsys, "split", "serve", *FLAGS, *out, "--plaintext", "--listen", "7443", status=2)
+    assert "must be HOST:PORT" in told and "(--listen)" in told
+    assert not (tmp_path / "server").exists()  # no folder is left behind
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(tmp_path), status=2)
     assert "ca.pem: cannot be read: no such file" in told and "(--tls)" in told
     monkeypatch.setattr(

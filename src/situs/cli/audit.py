@@ -33,6 +33,7 @@ from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.split.text import COUNT as TEXT_COUNT
 from situs.audit.split.text import LONGEST, PromptAudit, audit_prompts
+from situs.audit.split.text import PUBLIC as TEXT_PUBLIC
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.audit.text.result import METRICS as TEXT_METRICS
@@ -424,7 +425,7 @@ class Split(ImageArgs):
     the attacker knows all of this model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """The attacker has this many other images (or texts) of the same data."""
+    """The attacker has this many other images of the same data. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Number of blocks on the client. half: half of the blocks. last: all blocks except the last."""
@@ -468,7 +469,7 @@ class Split(ImageArgs):
         assert self.data is not None
         check_folder(self.out, "split-audit")
         options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
-        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT}
+        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT, "public": TEXT_PUBLIC}
         options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
         options = {"count": self.count, "public": self.public, **options}
         options |= {name: getattr(self, name) for name in ("device", "base") if getattr(self, name) is not None}

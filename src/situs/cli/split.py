@@ -143,10 +143,11 @@ class Serve(Recipe, WireArgs):
         """Serves until Ctrl-C."""
         from situs.folder_lock import lock_folder
         from situs.split.serving import make_server
-        from situs.split.transport.serve import run_server
+        from situs.split.transport.serve import run_server, split_address
         from situs.train.interrupt import Interrupt
 
         credentials = self.credentials("server")
+        split_address(self.listen, "listen", plaintext=self.plaintext)  # before the server makes its folder
         config = self.config if self.source is None else dataclasses.replace(self.config, init=self.source)
         limits = Limits(clients=self.clients)
         with Interrupt() as interrupt:

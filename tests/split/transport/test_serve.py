@@ -23,7 +23,7 @@ from situs.split.serving import make_server
 from situs.split.transport import serve
 from situs.split.transport.certificates import Credentials, DenyList, make_certificates, read_credentials
 from situs.split.transport.connect import Connection
-from situs.split.transport.serve import LOG, check_plaintext, split_address
+from situs.split.transport.serve import LOG, split_address
 from situs.train.run import make_method
 
 
@@ -70,7 +70,9 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
 def test_plaintext_is_for_this_machine_alone() -> None:
     for host in ("10.0.0.1", "example.org", "0.0.0.0"):
         with pytest.raises(SitusError, match="only on this machine"):
-            check_plaintext(host, "plaintext")
+            split_address(f"{host}:7443", "listen", plaintext=True)
+        assert split_address(f"{host}:7443", "listen") == (host, 7443)
+    assert split_address("localhost:1", "server", plaintext=True) == ("localhost", 1)
     assert split_address("[::1]:7443", "listen") == ("::1", 7443)
     for text in ("7443", "host:", "host:x", "host:99999", ":1"):
         with pytest.raises(SitusError, match="HOST:PORT"):

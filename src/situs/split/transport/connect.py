@@ -23,7 +23,7 @@ from situs.split.message import (
     open_message,
 )
 from situs.split.transport.certificates import Credentials
-from situs.split.transport.serve import METHOD, OPTIONS, check_plaintext, grpc, split_address
+from situs.split.transport.serve import METHOD, OPTIONS, grpc, split_address
 
 PATIENCE = 120.0
 """Seconds without an answer before a client gives up, from the first failure. While the server computes, gRPC's
@@ -52,9 +52,7 @@ class Connection:
         patience: float = PATIENCE,
     ) -> None:
         self.rpc = grpc()
-        host, port = split_address(address, "server")
-        if credentials is None:
-            check_plaintext(host, "plaintext")
+        host, port = split_address(address, "server", plaintext=credentials is None)
         self.address, self.credentials, self.patience = address, credentials, patience
         self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.waited = self.served = 0.0

@@ -60,29 +60,26 @@ def grpc() -> Any:
     return grpc
 
 
-def split_address(address: str, field: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT."""
+def split_address(address: str, field: str, *, plaintext: bool = False) -> tuple[str, int]:
+    """(host, port) of HOST:PORT. With plaintext, the host must be this machine."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
         raise SitusError(field=field, value=address, allowed="HOST:PORT with a port from 0 to 65535")
-    return host.strip("[]"), int(port)
-
-
-def check_plaintext(host: str, field: str) -> None:
-    """Refuses plaintext with another machine."""
-    if host not in LOOPBACK:
+    host = host.strip("[]")
+    if plaintext and host not in LOOPBACK:
         raise SitusError(
             f"{host}: plaintext is allowed only on this machine ({', '.join(LOOPBACK)}), because without certificates "
             "anybody on the network can read and change messages",
-            field=field,
+            field="plaintext",
         )
+    return host, int(port)
 
 
 def refusal_log(folder: Path) -> logging.Logger:
     """A log of at most two files of 4 MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger(f"situs.split.{folder.resolve()}")
-    handler = RotatingFileHandler(folder / LOG, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+    handler = RotatingFileHandler(folder / LOG, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.propagate = False
     for old in list(log.handlers):
@@ -215,7 +212,7 @@ def _name(owner: str) -> str:
 async def listening(service: Service, listen: str, credentials: Credentials | None) -> AsyncIterator[int]:
     """Listens until the context ends; yields the port."""
     rpc = grpc()
-    host, _ = split_address(listen, "listen")
+    split_address(listen, "listen", plaintext=credentials is None)
     clients = service.server.limits.clients
     options = (
         *OPTIONS,
@@ -232,7 +229,6 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
     grpc_server.add_generic_rpc_handlers((Handlers(),))
     try:
         if credentials is None:
-            check_plaintext(host, "plaintext")
             port = grpc_server.add_insecure_port(listen)
         else:
             pair = [(credentials.key, credentials.certificate)]
