@@ -130,7 +130,7 @@ def test_eight_images_of_objects_are_learned_by_heart_and_found_by_the_export(tm
         data={"img_size": 64, "batch": 8, "held_out": 0.0},
         augment={"crop": "none", "scales": [1.0, 1.0], "flip": 0.0},
         optim={"lr": 3e-3, "weight_decay": 0.0, "layer_decay": 1.0, "ema": None, "warmup_steps": 10},
-        train={"epochs": 60, "save_every": 1000, "log_every": 50},
+        train={"epochs": 120, "save_every": 1000, "log_every": 50},
     )  # fmt: skip
     train_run(asked, out=tmp_path / "run", device="cpu", quiet=True)
     export_run(tmp_path / "run", tmp_path / "export")
