@@ -276,4 +276,7 @@ class RemoteText:
                 if error.code != "length":
                     raise
             start, z = 0, torch.cat(self.rows, dim=1)
-        raise SitusError(f"the server lost this text {READ_AGAIN} times in a row", field="server")
+        raise SitusError(
+            f"the server lost the state of this text {READ_AGAIN} times in a row, so it is not continued",
+            field="server",
+        )

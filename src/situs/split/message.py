@@ -92,7 +92,9 @@ def encode(message: Message) -> Iterator[bytes]:
     notes = {"situs": str(VERSION), "kind": message.kind, "facts": json.dumps(message.facts, allow_nan=False)}
     head = make_header(specs, notes).raw
     if len(head) > LARGEST_HEADER:
-        raise SitusError(f"a message header of {len(head):,} bytes: at most {LARGEST_HEADER:,} are allowed")
+        raise SitusError(
+            f"a message has a header of {len(head):,} bytes, but at most {LARGEST_HEADER:,} bytes are allowed"
+        )
     waiting, free = [memoryview(head)], CHUNK - len(head)
     for tensor in tensors.values():
         data = bytes_of(tensor)

@@ -69,7 +69,7 @@ def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None
         "An honest server reads 2 of 2 texts word for word, and 100.0 % of the words"
     )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page
-    assert audit.private and "Words that the server reads, by the strength of the noise" in page
+    assert audit.private and "words that the server reads, for each strength of the noise" in page
     plain = audit.without_pictures()
     assert 'class="words"' not in make_page(plain).render() and not plain.private
     words = json.dumps(audit.numbers())

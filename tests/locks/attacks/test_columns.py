@@ -57,7 +57,7 @@ def test_fixed_rows_are_known_by_their_sorted_values() -> None:
 
 
 def test_another_width_is_refused() -> None:
-    with pytest.raises(SitusError, match=r"23 channels were seen, .*has 24"):
+    with pytest.raises(SitusError, match=r"have 23 channels, .*has 24"):
         recover_columns(PUBLIC.z[..., :23], PUBLIC.z, PUBLIC.fixed)
 
 

@@ -338,7 +338,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
 
-OPEN, BOUND = "These attackers open the lock", "This is an upper bound, because a better attack may exist"
+OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
 UNJUDGED = "Not judged, because the true key was not given: x"
 NO_PASS = "No strength can be given: inconclusive (not a pass)."
 

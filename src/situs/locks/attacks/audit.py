@@ -228,18 +228,19 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 
 
 MEANING = """
-Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels that are
-still wrong, for an attacker who knows which channels are wrong. If most channels are right, bits left is the log2 of
-the number of swaps that repair the wrong channels one after another. Bits left is 0 if two conditions hold: the attack
-restored the accuracy without the key, and on the test set the accuracies of the locked and the unlocked model differ by
-two standard errors or more. J measures, without the key, how well the locked and the unlocked part agree. If a search
-fails, J is as low as for searches from random starts. Inner groups (MLP units, heads and their channels) are not
-counted, because their permutation does not change the function.
+Bits left measures how many keys the attacker must still try. It is at most 256, the length of the key. We assume that
+the attacker knows which channels are wrong. Bits left is then the log2 of the number of possible orders of the wrong
+channels. If most channels are right, the attacker can repair the others by trying swaps of two channels. Bits left is
+then the log2 of the number of swaps to try. Bits left is 0 if the attack restored the accuracy without the key. For
+this result, the accuracies of the locked and the unlocked model on the test set must differ by two standard errors or
+more. J is the score of a search without the true key: it measures how well the channel correlations of the locked part
+agree with those of the unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner
+groups (MLP units, heads and their channels) are not counted, because their permutation does not change the function.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
-    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
-    False: "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less than these.",
+    False: "A better attack may exist, so the strength may be lower. A lock is obfuscation, not encryption.",
 }
 """Whether no bit is left -> what the strength means."""
 
@@ -405,7 +406,7 @@ class LockAudit(Result):
             amounts = [float(each.attacker.split(", ")[1].removesuffix(" ×")) for each in drifted]
             line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
-            caption = "Share of the key recovered by linear assignment, for each amount of noise on the base."
+            caption = "Share of the key that linear assignment recovers from a noisy base, for each amount of noise."
             title = "The drift of the base"
             figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))
         return figures
@@ -536,7 +537,7 @@ def _chosen(
     if len(samples) > 1:
         both = ", ".join(f"{name}={path}" for name, path in samples.items())
         names_of = " or ".join(samples)
-        raise SitusError(f"{both}: a model takes either {names_of}; give one of them", field=tuple(samples))
+        raise SitusError(f"{both}: a model has only one kind of input; give {names_of}", field=tuple(samples))
     return names
 
 
@@ -557,8 +558,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed (encrypted); give the owner's key to attack the locked weights inside. "
-            "Anyone who runs the model has these weights",
+            f"{locked}: is sealed (encrypted), and the attacks need the locked weights inside; give the owner's key. "
+            "A real attacker who runs the model has these weights",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

@@ -238,7 +238,7 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
         port = 0
     if not port:
         raise SitusError(
-            f"{listen}: cannot listen: the port is in use, or this machine has no such address", field="listen"
+            f"{listen}: cannot listen, because the port is in use or this machine has no such address", field="listen"
         )
     await grpc_server.start()
     try:
