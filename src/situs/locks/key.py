@@ -159,7 +159,9 @@ def draw_key() -> Key:
 def write_key(key: Key, path: str | Path, passphrase: str | None = None) -> None:
     """Writes a key to a new file, as `new_key` does."""
     if passphrase == "":
-        raise SitusError("the passphrase is empty; choose one with at least one character, or none", field="passphrase")
+        raise SitusError(
+            "the passphrase is empty; choose another passphrase, or make a key without a passphrase", field="passphrase"
+        )
     seed, wrapping = key.seed, None
     if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))

@@ -103,7 +103,7 @@ def _shares(manifest: Manifest) -> str:
     withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
-    cover = f", and {inner} groups inside the blocks as cover" if inner else ""
+    cover = f", and {inner} groups inside the blocks as cover (this adds no strength)" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
         f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "
@@ -249,8 +249,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "Left out, because a lock copies only known small files": left_out,
-        "Not locked, because the model does not use them": extra,
+        "Files left out, because a lock copies only known small files": left_out,
+        "Tensors not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -445,7 +445,7 @@ def _unlock_retrained(
             f"{len(changed)} of {len(specs)} tensors changed since the lock: they are accepted as retrained, without "
             "a check."
         ),
-        *([f"Tensors without a lock that are new, missing or reshaped: {', '.join(differing)}."] if differing else []),
+        *([f"Unlocked tensors that are new, missing or reshaped: {', '.join(differing)}."] if differing else []),
         *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 

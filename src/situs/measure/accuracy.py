@@ -341,7 +341,7 @@ class ByClass(NamedTuple):
         if int((self.counts > 0).sum()) == 1:
             return "all samples are of one class, so the model had nothing to distinguish"
         if self.only is not None:
-            return f"the model predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
+            return f"the model predicts one class, {classes[self.only]!r}, for all samples, so it distinguishes nothing"
         if low <= self.majority <= high:
             return "the samples are too few to distinguish the model from always predicting the largest class"
         return "the model is worse than always predicting the largest class" if high < self.majority else ""

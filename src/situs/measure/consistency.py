@@ -91,7 +91,7 @@ class Shuffled:
         if not self.backbone.num_tokens:
             return (
                 "the model is a convolutional network, so it has no positions to remove: patches are shuffled in the "
-                "image, and the model is not told which"
+                "image, and the model does not know which patches"
             )
         if not (self.positions and self.backbone.positions().kinds):
             windows = " (its windows still reveal positions)" if "take" in self.backbone.refusals else ""

@@ -96,9 +96,7 @@ class LayerKnn(Result):
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        label = (
-            f"top-1 at best, after block {best.layer} (always predicting the largest class: {percent(self.majority)})"
-        )
+        label = f"best top-1, after block {best.layer} (always predicting the largest class: {percent(self.majority)})"
         return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:

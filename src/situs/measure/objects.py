@@ -37,7 +37,7 @@ OVERLAP = 0.5
 
 MEANING = f"""
 Average precision (AP) is computed as in COCO, in percent. The detections of a class are sorted by score. A detection is
-right if it overlaps an object of the same class, and no detection with a higher score has matched this object.
+right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
 Precision is averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of
 .5, .55, … .95 and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects
 have fewer than 32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections

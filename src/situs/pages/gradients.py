@@ -58,7 +58,7 @@ GATE = (
     "search can make the gate fail, but a search alone never makes the gate pass."
 )
 
-ONLY = "This holds only against the attacks of this page; other attacks may do better"
+ONLY = "and only against the attacks of this page. Other attacks may do better"
 """What a pass does not cover."""
 
 NEXT = """
@@ -83,8 +83,8 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
-patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain
-the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
+patches from these gradients. Local steps (FedAvg) do not help either: the summed gradients still reveal the inputs of
+the first step, which are in their row spaces. A row "{REFUSED}" does not mean that the images are private.
 """
 
 REMEDIES = """
@@ -188,7 +188,7 @@ def _lead(audit: Audit) -> str:
         return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
         closer = f"With {audit.threat.server}, the attacks on this page recovered hardly more of any"
-        closer = f"{closer} {things.removesuffix('s')} than a blind guess. {ONLY}, {scope_of(audit.threat)}."
+        closer = f"{closer} {things.removesuffix('s')} than a blind guess. This holds {scope_of(audit.threat)}, {ONLY}."
         return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:

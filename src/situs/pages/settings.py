@@ -28,7 +28,7 @@ The best-match PSNR below and setting (c) show that all patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), an attacker of a model without MJP can recover only the shuffled image, not the original. The gradients
+In setting (c), an attack on a model without MJP can recover only the shuffled image, not the original. The gradients
 of this model do not reveal which patches were moved, so no attacker can restore their order.
 """
 
@@ -73,8 +73,9 @@ def page(comparison: Comparison) -> Page:
     page.section("What the paper reports").table(
         header,
         PUBLISHED,
-        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. This attacker is uninformed: it "
-        "does not subtract the gradient of MJP's loss DAL, and it treats hidden patches like visible patches.",
+        "These numbers are from MJP's Table 5 (γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack). This "
+        "attacker is uninformed: it does not subtract the gradient of MJP's loss DAL, and it treats hidden patches "
+        "like visible patches.",
     )
     return page.end(facts_of(comparison))
 

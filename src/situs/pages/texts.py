@@ -42,7 +42,7 @@ batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
 at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise
-multiplier of 0.5 or more bounds every attack. Clipping alone does not.
+multiplier of 0.5 or more bounds every attack. Clipping alone bounds no attack.
 """
 
 SHOWN = 16
@@ -97,7 +97,7 @@ def page(audit: TextAudit) -> Page:
 
 SYSTEMS = (
     "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the "
-    "weights that read the inputs of the first attention. Tokens seen: the rank of the gradients of the weights behind "
+    "weights that read the inputs of the first attention. Tokens seen: the rank of the gradients of the weights after "
     "the first attention. There, the same word in two contexts counts twice. Candidates: the pairs of a word and a "
     "position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
     "sentences that fit the gradients of the second block."

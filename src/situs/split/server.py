@@ -259,7 +259,7 @@ class Server:
 
     def _open_reading(self, name: str, owner: str) -> Session:
         if (self.out / "sessions" / name).exists():
-            raise RefusedError(f"the session {name} is a training")
+            raise RefusedError(f"the session {name} belongs to a training, so it cannot generate text")
         if self.fixed is None:
             self.fixed = self._new_blocks()
         return Session(name, owner, self.fixed, None, self._sequences())

@@ -103,7 +103,7 @@ class Session:
         self._check_kind(message.kind)
         if message.kind in READING:
             if message.facts.get("commit") is not None:
-                raise RefusedError(f"{message.kind}: carries no commit")
+                raise RefusedError(f"a message of the kind {message.kind} must not carry a commit")
             return self._read(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
         key = message.kind, step, part
@@ -154,15 +154,14 @@ class Session:
             early = coming and (step == self.step or (step == self.step + 1 and ready))
             raise RefusedError(
                 f"the message {kind} of step {step}, part {part}{' with a commit' if carries else ''} arrived while "
-                "this session is at "
-                f"step {self.step} with {self.backwards} of {self.forwards} parts done",
+                f"this session is at step {self.step} with {self.backwards} of {self.forwards} parts done",
                 "early" if early else "step",
             )
 
     def _commit(self, facts: Any, share: Tensor | None) -> None:
         rate, fine = (facts.get("rate"), facts.get("fine")) if isinstance(facts, dict) else (None, None)
         if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE or type(fine) is not bool:
-            raise RefusedError(f"a commit with the rate {rate!r:.20}: must be 0 to {LARGEST_RATE:g}")
+            raise RefusedError(f"the learning rate of a commit is {rate!r:.20}, but must be 0 to {LARGEST_RATE:g}")
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
             raise RefusedError(
@@ -184,7 +183,10 @@ class Session:
     def _backward(self, message: Message, part: int) -> Message:
         gradient, shape = message.tensors["gradient"], self.blocks.output_shape(part)
         if gradient.shape != shape:
-            raise RefusedError(f"a gradient of shape {list(gradient.shape)} for features of {list(shape)}", "tensors")
+            raise RefusedError(
+                f"the gradient has the shape {list(gradient.shape)}, but the features have the shape {list(shape)}",
+                "tensors",
+            )
         answer = {"gradient": packed(self.blocks.backward(part, gradient), message.facts)}
         self.backwards += 1
         if message.facts.get("last") is True:

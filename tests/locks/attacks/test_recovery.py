@@ -368,10 +368,18 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
     [
         (
             (0,),
-            ["Not run, although anybody could run it", "images (a few unlabelled images or texts)", "No strength"],
+            [
+                "Attackers not run, although anybody could run them",
+                "images (a few unlabelled images or texts)",
+                "No strength",
+            ],
             ["bits", OPEN, BOUND],
         ),
-        ((None,), [UNJUDGED, "Not run, although anybody could run it", "No strength"], ["bits", OPEN, BOUND]),
+        (
+            (None,),
+            [UNJUDGED, "Attackers not run, although anybody could run them", "No strength"],
+            ["bits", OPEN, BOUND],
+        ),
         ((768,), ["at most 0 bits", OPEN], ["Not", "No strength", BOUND]),
         ((), ["No attack was run, so no strength can be given."], ["bits", "Not run"]),
     ],

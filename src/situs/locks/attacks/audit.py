@@ -177,19 +177,19 @@ def _labels(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
 
 ATTACKS: dict[str, LockAttack] = {
     "no-base": LockAttack(
-        "has the locked file, and compares the clear parts of the file with the locked parts",
+        "has the locked file, and compares the unlocked parts of the file with the locked parts",
         "the locked file alone",
         "",
         _no_base,
     ),
     "images": LockAttack(
-        "has the locked file and unlabelled samples, and compares the correlations of clear and locked channels",
+        "has the locked file and unlabelled samples, and compares the correlations of unlocked and locked channels",
         "a few unlabelled images or texts",
         "samples",
         _images,
     ),
     "activations": LockAttack(
-        "runs the locked blocks, sees their inputs, and has the clear embedding and its own samples",
+        "runs the locked blocks, sees their inputs, and has the unlocked embedding and its own samples",
         "the activations of the blocks",
         "samples",
         _activations,
@@ -228,14 +228,14 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 
 
 MEANING = """
-Bits left measures how many keys the attacker must still try. It is at most 256, the length of the key. We assume that
-the attacker knows which channels are wrong. Bits left is then the log2 of the number of possible orders of the wrong
-channels. If most channels are right, the attacker can repair the others by trying swaps of two channels. Bits left is
-then the log2 of the number of swaps to try. Bits left is 0 if the attack restored the accuracy without the key. For
-this result, the accuracies of the locked and the unlocked model on the test set must differ by two standard errors or
-more. J is the score of a search without the true key: it measures how well the channel correlations of the locked part
-agree with those of the unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner
-groups (MLP units, heads and their channels) are not counted, because their permutation does not change the function.
+Bits left is the log2 of the number of keys that the attacker must still try (at most 256, the length of the key). We
+assume that the attacker knows which channels are wrong. It must then try the possible orders of these channels. If most
+channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left is 0 if the attack
+restored the accuracy without the key. This is judged only if the accuracies of the locked and the unlocked model on the
+test set differ by two standard errors or more. J is the score of a search without the true key. J measures how well the
+correlations of the locked channels agree with those of the unlocked channels. The J of a failed search is as low as the
+J of searches from random starts. Inner groups (MLP units, heads and their channels) are not counted, because their
+permutation does not change the function.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
@@ -344,7 +344,10 @@ class LockAudit(Result):
         else:
             tried = "; ".join(result.attacker for result in results if result.bits is not None)
             most = f"The strength is at most {strength:.0f} bits (of 256)"
-            sentences += [f"{most}, the fewest that any of these attackers leaves: {tried}.", _MEANS[strength == 0]]
+            sentences += [
+                f"{most}, the fewest bits that any of these attackers leaves: {tried}.",
+                _MEANS[strength == 0],
+            ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
             sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
@@ -370,8 +373,8 @@ class LockAudit(Result):
             )
         if self.missing and strength is None:
             names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(self.missing))
-            reason = "the strength depends on it" if "public-base" in self.missing else "anybody could run it"
-            sentences.append(f"Not run, although {reason}: {names}.")
+            reason = "the strength depends on them" if "public-base" in self.missing else "anybody could run them"
+            sentences.append(f"Attackers not run, although {reason}: {names}.")
         return sentences
 
     def summary(self) -> Summary:
@@ -559,7 +562,7 @@ def _target(
     if manifest.sealed and key is None:
         raise SitusError(
             f"{locked}: is sealed (encrypted), and the attacks need the locked weights inside; give the owner's key. "
-            "A real attacker who runs the model has these weights",
+            "The audit assumes that the attacker runs the model and thus has these weights",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

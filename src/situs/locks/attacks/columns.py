@@ -109,7 +109,7 @@ def recover_with_activations(
     keys = {group.name: identity(group.size) for group in groups} | {first: columns.q}
     client = len(samples) // 2
     others = counted(len(samples) - client, "other samples")
-    cost = f"the clear embedding, the blocks' inputs for {counted(client, 'samples')}, and {others}"
+    cost = f"the unlocked embedding, the blocks' inputs for {counted(client, 'samples')}, and {others}"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 

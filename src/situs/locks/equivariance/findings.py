@@ -55,7 +55,8 @@ MEANING = """
 Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key permutes the channels
 and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
 and over optimiser steps, once with and once without the permutation. The two results must agree. The numbers are the
-largest relative differences between them.
+largest relative differences between them. "Needs keyed weights" means that the law holds only if the key has permuted
+the weights. "Refused" means that the law does not hold.
 """
 
 
@@ -239,7 +240,7 @@ def verify(
         around = "the final norm and the head are not locked"
         findings = (
             _embedding(backbone, sample),
-            Finding("embed", "column", "refused", f"{convolution}: it is clear"),
+            Finding("embed", "column", "refused", f"{convolution}: it is not locked"),
             _rows(backbone, measured.get("row", ({}, {})), leaves, limits),
             _columns(measured, control, reason, leaves, limits),
             *_inner(groups, measured, limits),
@@ -304,9 +305,9 @@ def _columns(
     elif control is None or control <= limits[0]:
         why = "a key that leaves out one axis also passes the test"
     elif clear <= limits[0]:
-        status, why = "holds", "even with clear weights"
+        status, why = "holds", "even with unlocked weights"
     else:
-        status, why = "needs keyed weights", f"with clear weights the error is {clear:.1g}"
+        status, why = "needs keyed weights", f"with unlocked weights the error is {clear:.1g}"
     return Finding("blocks", "column", status, why, *errors)
 
 

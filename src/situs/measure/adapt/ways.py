@@ -193,8 +193,8 @@ class Adapted(Result):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of the ways."""
-        against, tested_on = "balanced, against the chosen, %", f"{self.provenance.things} tested"
-        header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
+        against, tested_on = "balanced, minus that of the chosen, %", f"{self.provenance.things} tested"
+        header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "best number of updates", "chosen"]
         rows: list[list[Any]] = []
         for trial in self.tried:
             tested = ~trial.right.isnan()

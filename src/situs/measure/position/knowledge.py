@@ -464,7 +464,7 @@ def verdict(audit: PositionAudit) -> str:
     if audit.kinds and audit.trained:
         parts = [f"`{audit.name}` encodes its {grid} positions by {' and by '.join(KINDS[k] for k in audit.kinds)}."]
     elif audit.hierarchical:
-        parts = [f"`{audit.name}` adds no positions to its {grid} tokens, but its windows encode some."]
+        parts = [f"`{audit.name}` adds no positions to its {grid} tokens, but its windows partly encode positions."]
     else:
         parts = [f"`{audit.name}` uses no positions: it {'was trained without them' if audit.kinds else 'has none'}."]
     parts += [

@@ -47,7 +47,7 @@ If few principal components explain most of the variance, the table encodes litt
 components are needed, the table encodes more than the grid, or noise. A table is informative only if positions can be
 read from it.
 
-Positions are read by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
+This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
 The regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D
 is the mean of the errors of row and column. We assume that Table 8 of the paper uses the same units. The reason: on a
 grid of 14 × 14, the 1-D error of a prediction is 10 to 14 times its 2-D error, and the paper's numbers have this ratio
