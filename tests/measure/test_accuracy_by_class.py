@@ -69,7 +69,7 @@ def test_what_the_interval_lets_be_told(hits: int, verdict: str | None) -> None:
         left -= right
         table[row, row], table[row, (row + 1) % 3] = right, size - right
     text = ByClass.of(table).words(["a", "b", "c"])
-    verdicts = ("too few to distinguish", "worse than always predicting the largest", "for everything")
+    verdicts = ("too few to distinguish", "worse than always predicting the largest", "for all samples")
     assert [each for each in verdicts if each in text] == ([] if verdict is None else [verdict])
 
 

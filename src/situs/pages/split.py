@@ -164,10 +164,8 @@ def texts_page(audit: text.PromptAudit) -> Page:
     first = "Nothing was attacked, so this page does not judge the texts."
     if best is not None:
         texts = f"{best.whole} of {counted(best.count, 'texts')} word for word"
-        first = (
-            f"An honest server reads {texts}, and {percent(best.shares['tokens'])} of all words (defence: "
-            f"{best.defence})."
-        )
+        words = f"{percent(best.shares['tokens'])} of all words"
+        first = f"An honest server reads {texts}, and {words} (setting: {best.defence})."
     page.lead = f"{first}\n\n{audit.verdict}"
     names = {row.defence: row.defence + ", stopped" * (row.status == "stopped") for row in attacked}
     for row in attacked[:3]:

@@ -165,10 +165,10 @@ class Session:
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
             raise RefusedError(
-                f"a commit {'without its' if share is None else 'with an unexpected'} clipping factor", "tensors"
+                f"the commit has {'no' if share is None else 'an unexpected'} clipping factor", "tensors"
             )
         if share is not None and not 0 <= float(share) <= 1:
-            raise RefusedError("a commit with a clipping factor outside [0, 1]")
+            raise RefusedError("the clipping factor of the commit is outside [0, 1]")
         self.blocks.commit(float(rate), share, fine=fine)
         self.step, self.forwards, self.backwards = self.step + 1, 0, 0
 

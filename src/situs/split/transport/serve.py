@@ -113,7 +113,7 @@ class Service:
         try:
             if not owner:
                 raise RefusedError(
-                    "this certificate has no common name, by which the server identifies the client", "owner"
+                    "this certificate has no common name, but the server identifies the client by this name", "owner"
                 )
             if self.denied(owner, pem):
                 raise RefusedError("this certificate is refused", "denied")
