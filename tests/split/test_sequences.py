@@ -105,7 +105,7 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
         RefusedError, match="sequence 1 would need 3,072 bytes on the server, but at most 2,560 are allowed"
     ):
         small.extend(message(rows(6)), blocks)
-    with pytest.raises(RefusedError, match="would have 13 tokens: this server takes at most 12"):
+    with pytest.raises(RefusedError, match="would have 13 tokens, but this server takes at most 12"):
         sequences.extend(message(rows(13)), blocks)
 
 

@@ -380,8 +380,8 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
             [UNJUDGED, "Attackers not run, although anybody could run them", "No strength"],
             ["bits", OPEN, BOUND],
         ),
-        ((768,), ["at most 0 bits", OPEN], ["Not", "No strength", BOUND]),
-        ((), ["No attack was run, so no strength can be given."], ["bits", "Not run"]),
+        ((768,), ["at most 0 bits", OPEN], ["Not", "not run", "No strength", BOUND]),
+        ((), ["No attack was run, so no strength can be given."], ["bits", "not run"]),
     ],
 )
 def test_the_verdict_where_an_attacker_who_applies_did_not_try(
