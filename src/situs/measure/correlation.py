@@ -44,8 +44,8 @@ LINES = {
 MEANING = """
 The numbers are Pearson correlations over the channels of two feature vectors. "1 sample": the two vectors are from one
 sample (mean over all samples). "2 samples": the two vectors are from different samples (mean over all pairs of samples;
-MP3's Figure 10 draws random pairs instead). Near: neighbouring positions of one sample. Same position: the same
-position in two samples. Shared position: the correlation that a shared position adds, "same position" minus "2
+MP3's Figure 10 draws random pairs of samples instead). Near: neighbouring positions of one sample. Same position: the
+same position in two samples. Shared position: the correlation that a shared position adds, "same position" minus "2
 samples". Shared sample: the correlation that a shared sample adds, "1 sample" minus "2 samples".
 """
 HARDLY = 0.01

@@ -110,8 +110,8 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         )
         section.figure(
             placed_figure(result.images, solved),
-            "The same puzzles with each patch at its predicted position. Patches at the same position are averaged. "
-            "The model predicted no patch at hatched positions.",
+            "This figure shows the same puzzles with each patch at its predicted position. Patches at the same "
+            "position are averaged. The model predicted no patch at hatched positions.",
             name=f"placed-{dropped:g}",
         )
 

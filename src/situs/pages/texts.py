@@ -97,9 +97,9 @@ def page(audit: TextAudit) -> Page:
 
 SYSTEMS = (
     "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the "
-    "weights that read the inputs of the first attention. Tokens seen: the rank of the gradients of the weights after "
-    "the first attention. There, the same word in two contexts counts twice. Candidates: the pairs of a word and a "
-    "position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
+    "query, key and value weights in the first block. Tokens seen: the rank of the gradients of the weights that "
+    "follow the first attention. There, the same word in two contexts counts twice. Candidates: the pairs of a word "
+    "and a position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
     "sentences that fit the gradients of the second block."
 )
 

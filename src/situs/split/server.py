@@ -191,7 +191,7 @@ class Server:
         if session is not None and session.owner != owner:
             raise RefusedError(f"the session {name} belongs to another client", "owner")
         if session is not None and reads != (session.folder is None):
-            raise RefusedError(f"the session {name} is open for {'training' if reads else 'reading'}")
+            raise RefusedError(f"the session {name} is open for {'training' if reads else 'use without training'}")
         if session is None:
             self._evict_for(owner)
             session = self._open_reading(name, owner) if reads else self._open(name, owner)

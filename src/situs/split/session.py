@@ -95,7 +95,7 @@ class Session:
 
     def _check_kind(self, kind: str) -> None:
         if self.folder is None and kind not in READING:
-            raise RefusedError(f"{kind}: a session for reading accepts only {', '.join(READING)}")
+            raise RefusedError(f"{kind}: a session without training accepts only {', '.join(READING)}")
         if kind == "extend" and not self.blocks.backbone.causal:
             raise RefusedError(f"{self.blocks.backbone.name} cannot continue a sequence: {NOT_CAUSAL}")
 

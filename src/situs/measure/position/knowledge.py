@@ -279,11 +279,11 @@ CONDITIONS = {
 }
 MEANING = """
 Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
-and tested on the other half. One reader is a ridge regression to row and column. The other reader is a linear
-discriminant over all positions. With the positions removed, a reader can use only the content of the patches. With the
-patches shuffled, a reader can use only the position embeddings. A linear reader gives a lower bound: another reader, or
-more samples, may find more. The regression on the position embeddings is tested on positions that it was not fitted on.
-The readers of the features were fitted on every position, but on other samples.
+and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
+linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
+With the patches shuffled, a reader can use only the position embeddings. A linear reader gives a lower bound: another
+reader, or more samples, may find more. The regression on the position embeddings is tested on positions that it was not
+fitted on. The readers of the features were fitted on every position, but on other samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
 distance between the head's input before and after the shuffle. With the mask hidden from the model, all position
@@ -468,7 +468,7 @@ def verdict(audit: PositionAudit) -> str:
     else:
         parts = [f"`{audit.name}` uses no positions: it {'was trained without them' if audit.kinds else 'has none'}."]
     parts += [
-        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column with a mean error of "
+        f"Its {look.table.kind} {grasp(look)}: a linear regression predicts row and column with a mean error of "
         f"{look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]

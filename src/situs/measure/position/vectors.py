@@ -45,7 +45,7 @@ vector is subtracted.
 
 If few principal components explain most of the variance, the table encodes little more than the grid. If many
 components are needed, the table encodes more than the grid, or noise. A table is informative only if positions can be
-read from it.
+predicted from it.
 
 This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
 The regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D
@@ -295,9 +295,10 @@ def in_words(look: TableAnalysis) -> str:
     most = look.spectrum.components_for(0.9)
     return (
         f"`{look.name}`, {look.table.kind} of {look.shape}: the three largest principal components explain "
-        f"{percent(three)} of the variance; {counted(most, 'components')} explain 90 %. A linear regression reads row "
-        f"and column of a position from its vector with a mean error of {decoded.two.mean:.2f} patches (blind guess: "
-        f"{decoded.chance_two:.2f}), so the {look.table.kind} {grasp(look)}." + (f" {look.note}" if look.note else "")
+        f"{percent(three)} of the variance; {counted(most, 'components')} explain 90 %. A linear regression predicts "
+        f"row and column of a position from its vector, with a mean error of {decoded.two.mean:.2f} patches "
+        f"(blind guess: {decoded.chance_two:.2f}), so the {look.table.kind} {grasp(look)}."
+        + (f" {look.note}" if look.note else "")
     )
 
 

@@ -220,8 +220,8 @@ MEANING_OF_PLACES = """
 All patches are visible, but most have lost their position. A linear classifier predicts the position of each patch
 without a position from the final feature of this patch. The backbone is frozen. The classifier is a logistic regression
 fitted to the training split; its weight decay is chosen on a part of this split. The numbers are measured on a split
-that was not used for fitting. "Error of one guess" is the mean error if the same position is always predicted, at the
-best choice of this position.
+that was not used for fitting. "Error of one guess" is the lowest mean error that is possible if one position is
+predicted for all patches.
 
 A model with a high accuracy infers positions from the content of the patches and from the few patches that keep their
 position. DropPos's Table 7 compares this accuracy before and after fine-tuning with labels. If fine-tuning raises the
