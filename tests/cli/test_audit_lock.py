@@ -93,7 +93,9 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert "Not run, although anybody could run it: images (a few unlabelled images or texts)" in printed
+        assert (
+            "Attackers not run, although anybody could run them: images (a few unlabelled images or texts)" in printed
+        )
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 
@@ -327,7 +329,7 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--base", locked.export, "--drift", -1], "drift[0]=-1: must be >= 0 (--drift)"),
         ([locked.plain, "--k", 0], "(--k)"),
         ([locked.plain, "--attacks", "images"], "needs unlabelled images or texts (--images, --texts)"),
-        ([locked.plain, "--images", "x", "--texts", "y"], "takes either images or texts"),
+        ([locked.plain, "--images", "x", "--texts", "y"], "give images or texts"),
         ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),
         ([sealed], "is sealed"),

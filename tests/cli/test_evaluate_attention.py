@@ -19,7 +19,7 @@ def test_looks_at_a_run_that_has_no_positions(trained, tmp_path: Path, capsys: p
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "mp3: attention over 15 images"
     assert printed[-1] == str(tmp_path / "attention.html")
-    assert printed[-2].startswith("In layer 2 ")  # in words what the table and the page say
+    assert printed[-2].startswith("In layer 2, ")  # in words what the table and the page say
     numbers = json.loads((tmp_path / "attention.json").read_text())
     assert numbers["positions"] is False
     assert numbers["maps"] | {"on_brightest_tenth": 0, "on_brightest_tenth_by_head": 0} == {

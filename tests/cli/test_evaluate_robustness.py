@@ -160,7 +160,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     for words, said in (
         ([trained.mp3], "has no trained classifier; fine-tune it first"),
         ([one, "--corruptions", "rain"], "unknown corruption 'rain'; choose from: all, none, noise,"),
-        ([one, "--severities", "1,7"], "severities=7: must be some of 1, 2, 3, 4, 5 (--severities)"),
+        ([one, "--severities", "1,7"], "severities=7: must be one or more of 1, 2, 3, 4, 5 (--severities)"),
         ([one, *none], "nothing to measure"),
         ([one, "--count", "0"], "count=0: must be >= 1 (--count)"),
         ([one, "--imagenet-c", tmp_path / "no"], "no: no such folder (--imagenet-c)"),

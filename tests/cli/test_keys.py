@@ -84,7 +84,7 @@ def test_withheld_parts(
         total += tensor.numel()
         held += tensor.numel() * name.startswith(("blocks.0.", "patch_embed.", "pos_embed", "cls_token"))
     assert (
-        f"the embedding and the first block, {100 * held / total:.1f} %" in said
+        f"the embedding and the first block ({100 * held / total:.1f} % " in said
         and "Final norm and head are not locked" in said
     )
     assert f"--withheld {second} --out DIR" in said and second.stat().st_mode & 0o777 == 0o600
@@ -110,7 +110,7 @@ def test_the_share_that_moved_and_what_is_left_out(
     moved += sum(clear[name].numel() for name in same if name.startswith("blocks") and clear[name].shape == (24,))
     total = sum(tensor.numel() for tensor in clear.values())
     assert f"{100 * moved / total:.1f} % of the parameters" in said
-    assert "Left out" in said and "model.safetensors.bak" in said
+    assert "Files left out" in said and "model.safetensors.bak" in said
     assert not (tmp_path / "locked" / "model.safetensors.bak").exists()
 
 

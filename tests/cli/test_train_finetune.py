@@ -128,13 +128,15 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     assert "is a pretraining run (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     none = tmp_path / "none"
     assert refused([*out, "--from", str(none)], capsys) == f"{none}: no such run, model folder or file (--from)"
-    assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
+    assert "method=mp3: fine-tuning needs a method that learns from labels" in refused(
+        [*told, "--method", "mp3"], capsys
+    )
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
     # Where validation is asked for and none can be, the run is refused before it has begun.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val'; it has no splits, so 'train' means all samples; hold out a "
-        "ratio of the data (such as 0.1), or choose another split; validate_every=0 trains without validation "
+        "ratio of the data (such as 0.1), or choose another split; to train without validation, set validate_every=0 "
         "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]

@@ -127,8 +127,8 @@ def test_what_is_no_file_is_no_key_and_does_not_hang(tmp_path):
     [
         (dict(version=0), "version is 0, .* reads version 1"),
         (dict(version=True), "version is True"),
-        (dict(id="0" * 16), "do not belong together"),
-        (dict(seed="AAAA"), "do not belong together"),
+        (dict(id="0" * 16), "does not belong to its seed"),
+        (dict(seed="AAAA"), "does not belong to its seed"),
         (dict(seed="A" * 42 + "B="), "base64"),  # bits that no byte holds
         (dict(seed="§"), "base64"),
         (dict(seed=5), "seed"),

@@ -159,7 +159,7 @@ def test_no_field_can_be_altered(folder, where, value):
         (dict(files={"a/../b": "e" * 64}), "not the name of a file"),
         (dict(files={"a//b": "e" * 64}), "not the name of a file"),
         (dict(files={NAME: "e" * 64}), "not the name of a file"),
-        (dict(files={"model.safetensors": "e" * 64}), "one file twice"),
+        (dict(files={"model.safetensors": "e" * 64}), "a file twice"),
         (dict(groups=[]), "no group"),
     ],
 )

@@ -280,7 +280,7 @@ def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
     if not whole:
         (place / "extra").mkdir()
         save_file({"new": torch.zeros(2), **load_file(place / WHOLE)}, place / WHOLE)
-        with pytest.raises(SitusError, match="has other tensors than the locked file"):
+        with pytest.raises(SitusError, match="and the locked file have different tensors"):
             unlock(place, KEY, tmp_path / "again", retrained=True, withheld=locked.withheld)
 
 

@@ -48,7 +48,7 @@ def test_one_class_for_everything_is_called_so() -> None:
     text = rows.words(list("abcdef"))
     assert "Always predicting 'c', the largest class, has a top-1 of 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
-    assert "predicts one class, 'c', for everything" in text
+    assert "predicts one class, 'c', for all samples" in text
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_the_interval_lets_be_told(hits: int, verdict: str | None) -> None:
         left -= right
         table[row, row], table[row, (row + 1) % 3] = right, size - right
     text = ByClass.of(table).words(["a", "b", "c"])
-    verdicts = ("too few to distinguish", "worse than always predicting the largest", "for everything")
+    verdicts = ("too few to distinguish", "worse than always predicting the largest", "for all samples")
     assert [each for each in verdicts if each in text] == ([] if verdict is None else [verdict])
 
 
@@ -86,7 +86,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("table", "first"),
     [
-        ([[0, 4], [0, 32]], "predicts one class, 'dog', for everything: it distinguishes nothing."),
+        ([[0, 4], [0, 32]], "predicts one class, 'dog', for all samples, so it distinguishes nothing."),
         (
             [[2, 2], [2, 30]],
             "model recognises 88.89 % of 36 images of 2 classes, but the samples are too few",

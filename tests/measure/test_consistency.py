@@ -168,7 +168,7 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     assert row.diff_norm == pytest.approx((pooled - moved).norm(dim=1).mean().item())
     assert "convolutional" in str(view.no_mask)
     method = MJP(backbone, VARIANTS["E"])
-    with pytest.raises(SitusError, match=r"grid=\(14, 14\): must divide inputs of 32x32"):
+    with pytest.raises(SitusError, match=r"grid=\(14, 14\): must divide the input size 32x32"):
         measure_consistency(method, sets, (0.5,))
 
 

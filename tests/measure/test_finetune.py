@@ -54,7 +54,7 @@ def tables(run: Path, **over: Any) -> FinetuneConfig:
 
 def test_the_default_method_is_supervised_and_one_without_labels_is_refused(runs: dict[str, Path]) -> None:
     assert FinetuneConfig().method_name == "supervised"
-    with pytest.raises(SitusError, match=r"^method=mae: fine-tuning needs a method with labels"):
+    with pytest.raises(SitusError, match=r"^method=mae: fine-tuning needs a method that learns from labels"):
         finetune_config(tables(runs["mp3"], method={"name": "mae"}), runs["mp3"], None)
 
 

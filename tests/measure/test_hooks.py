@@ -127,7 +127,7 @@ def test_other_classes_in_validation_are_refused(monkeypatch: pytest.MonkeyPatch
     own = config()
     train = loader(own)
     train.classes = ("a", "b")
-    with pytest.raises(SitusError, match="samples: training and validation split have different classes"):
+    with pytest.raises(SitusError, match="samples: the training split and the validation split have different classes"):
         validation_hooks(1)(own, train, CPU)
     with pytest.raises(SitusError, match=r"validate_every=-1: must be >= 0"):
         validation_hooks(-1)
@@ -139,9 +139,9 @@ def test_a_set_without_a_validation_split_can_be_trained_on_without_one(tmp_path
         (tmp_path / name).mkdir()
         Image.new("RGB", (28, 28)).save(tmp_path / name / "1.png")
     alone = replace(own, data=replace(own.data, path=str(tmp_path)))
-    with pytest.raises(SitusError, match=r"has no split 'val'.*; validate_every=0 trains without validation"):
+    with pytest.raises(SitusError, match=r"has no split 'val'.*; to train without validation, set validate_every=0"):
         validation_hooks(1)(alone, loader(own), CPU)
-    with pytest.raises(SitusError, match="probe_every=0 trains without validation"):
+    with pytest.raises(SitusError, match="to train without validation, set probe_every=0"):
         probe_hooks(replace(alone, probe_every=1), loader(own), CPU)
     assert validation_hooks(0)(alone, loader(own), CPU) == []
 

@@ -194,7 +194,7 @@ def test_one_image_cannot_be_re_identified() -> None:
     assert "of 1 re-identified" not in text
     header, rows = table(audit)
     assert rows[0][header.index("re-identified")] is None
-    assert "nearest original, of 3" in make_page(example(WORKED)).render()
+    assert "nearest original (of 3)" in make_page(example(WORKED)).render()
 
 
 def test_how_a_search_went() -> None:

@@ -116,7 +116,7 @@ def test_a_locked_model_generates_as_the_clear_one_and_its_server_sees_other_cha
     clear = open_model(folder).backbone.embed(torch.tensor([IDS]))
     sent = next(m for m in seen if m.kind == "extend").tensors["z"]
     assert not torch.equal(sent, clear) and torch.equal(sent.sort(-1).values, clear.detach().sort(-1).values)
-    with pytest.raises(SitusError, match="is locked: give its key"), open_writer(locked, through(server)):
+    with pytest.raises(SitusError, match="is locked; give its key"), open_writer(locked, through(server)):
         pass
     for other, opener in ((folder, None), (locked, new_key(tmp_path / "other.key"))):
         with pytest.raises(SitusError), open_writer(other, through(server), key=opener):
@@ -268,11 +268,11 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
         with pytest.raises(SitusError, match=r"ids=.*: must be a list of"):
             writer.tokens(["w3"], max_tokens=1)  # type: ignore[list-item]
         for number in (60, -1):
-            with pytest.raises(SitusError, match=f"token {number}, but the model knows only 0 to 59"):
+            with pytest.raises(SitusError, match=f"the id {number}, but the model knows only the ids 0 to 59"):
                 writer.tokens([*IDS, number], max_tokens=1)
         assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")
-    with pytest.raises(SitusError, match="has no head for the next word"):
+    with pytest.raises(SitusError, match="has no head that predicts the next word"):
         next(generate(bert, PROMPT))
     with pytest.raises(SitusError, match="the same preset and model"):
         next(generate(models("gpt2"), PROMPT, through(server)))

@@ -94,9 +94,9 @@ def chunk_of(facts="{}", kind="forward", version="1", **tensors) -> bytes:
 @pytest.mark.parametrize(
     ("chunk", "reason"),
     [
-        (b"", "too short"),
-        (b"\xff" * 8, "must be in that chunk"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "must be in that chunk"),
+        (b"", "too few"),
+        (b"\xff" * 8, "must contain the header"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "must contain the header"),
         ((2).to_bytes(8, "little") + b"[]", "JSON object"),
         ((4).to_bytes(8, "little") + b"\x80\x03}.", "is not valid JSON"),  # a pickle is no header
         (chunk_of(version="2"), "version '2'"),
@@ -139,7 +139,7 @@ def test_bytes_beyond_or_short_of_the_header_and_numbers_that_are_none_are_refus
     with pytest.raises(RefusedError, match="ends after 15 of 16"):
         Body(open_message(whole[:-1], KINDS)).message()
     for value in (torch.nan, torch.inf):
-        with pytest.raises(RefusedError, match="z is not finite"):
+        with pytest.raises(RefusedError, match="z contains NaN"):
             Body(open_message(chunk_of(z=torch.tensor([0.0, value])), KINDS)).message()
     truth = bytearray(chunk_of(mask=torch.ones(4, dtype=torch.bool)))
     truth[-1] = 7

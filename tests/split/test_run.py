@@ -109,7 +109,7 @@ def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, cert
     )
     one, two = (RunFolder.open(tmp_path / name).newest().tensors("model") for name in ("whole", "alone"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5
-    with pytest.raises(SitusError, match=r"does not contain its key"):
+    with pytest.raises(SitusError, match=r"does not contain the key .* of its training"):
         merge(tmp_path / "split", tmp_path / "server", tmp_path / "no")
     with pytest.raises(SitusError, match=r"the blocks of .* are not locked"):
         train_split(
@@ -340,8 +340,8 @@ def test_what_a_split_training_refuses(tmp_path) -> None:
     for config, reason in (
         (replace(CONFIG, method=MAEConfig()), "must be one of supervised, language"),
         (steps(2, precision="fp16"), "fp16"),
-        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: leave it out"),
-        (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: leave it out"),
+        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: leave this field out"),
+        (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: leave this field out"),
     ):
         with pytest.raises(SitusError, match=reason):
             train_split(config, None, out=tmp_path / "no", device="cpu")

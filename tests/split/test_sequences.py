@@ -102,10 +102,10 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
     assert list(sequences._kept) == [2, 9]  # 4 and 12 tokens
     small = Sequences(3, 5 * blocks.token_bytes)
     with pytest.raises(
-        RefusedError, match="sequence 1 would need 3,072 bytes on the server: at most 2,560 are allowed"
+        RefusedError, match="sequence 1 would need 3,072 bytes on the server, but at most 2,560 are allowed"
     ):
         small.extend(message(rows(6)), blocks)
-    with pytest.raises(RefusedError, match="would have 13 tokens: this server takes at most 12"):
+    with pytest.raises(RefusedError, match="would have 13 tokens, but this server takes at most 12"):
         sequences.extend(message(rows(13)), blocks)
 
 

@@ -76,10 +76,10 @@ def test_what_is_not_next_is_refused(pair) -> None:
     refused("commit", "0 of 1 parts", share, **commit())
     refused("save", "0 of 1 parts", {})
     refused("infer", "arrived during step", z)
-    refused("backward", "of shape", {"gradient": features(3)})
+    refused("backward", "has the shape", {"gradient": features(3)})
     server.answer("me", Message("backward", facts(pair, last=True), {"gradient": features()}))
     for rate in (-1.0, 1e9, "1", None, True):
-        expected = "the rate" if rate is not True else "at step"
+        expected = "the learning rate" if rate is not True else "at step"
         if rate is not True:
             refused("commit", expected, share, **commit(rate=rate))
     refused("commit", "outside \\[0, 1\\]", {"share": torch.tensor(2.0)}, **commit())

@@ -88,7 +88,8 @@ def _listed(folder: Path, hidden: list[str]) -> list[str]:
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
                 kind_name = "a symbolic link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
                 raise SitusError(
-                    f"{folder}: {path.relative_to(folder)} is {kind_name}: copy the real files first (cp -rL)"
+                    f"{folder}: {path.relative_to(folder)} is {kind_name}; "
+                    "first copy the folder with real files (cp -rL)"
                 )
         paths += [(here / name).relative_to(folder).as_posix() for name in names]
     return paths
@@ -141,9 +142,9 @@ def check_tensors(
         total += size
         if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
             raise SitusError(
-                f"{backbone.name}: the model does not use the tensor {name} {list(spec.shape)} of the "
-                "weight file. This tensor may be an unlocked copy of a block; save only the model, "
-                "and lock that"
+                f"{backbone.name}: the weight file contains the tensor {name} {list(spec.shape)}, which the model does "
+                "not use. This tensor may be an unlocked copy of a block. Save the model without it, and lock the new "
+                "file"
             )
     return sorted(extra)
 

@@ -125,10 +125,13 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
     backbone = source if isinstance(source, Backbone) else source.backbone
     library, model = backbone.source.get("library"), backbone.model
     if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
-        raise SitusError(f"{backbone.name} stores its positions outside the model: export it and lock the export")
+        raise SitusError(
+            f"{backbone.name} stores its positions outside the model; export the model and lock the export"
+        )
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{backbone.name} was wrapped as a module and cannot be rebuilt from a config: lock a folder instead"
+            f"{backbone.name} was wrapped as a module, so it cannot be rebuilt from a config; "
+            "lock a model folder instead"
         )
     if isinstance(source, Model):
         data, classes = source.input, source.classes

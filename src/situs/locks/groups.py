@@ -34,7 +34,7 @@ def entrance_and_exit(groups: Sequence[Group]) -> tuple[str, str]:
     """The names of the stream's keys before the first block and after the last (they differ only in Swin)."""
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("these groups have no residual key, so the stream is not permuted")
+        raise SitusError("no key permutes the residual channels of this model")
     return residual[0].name, residual[-1].name
 
 
@@ -43,8 +43,8 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} has {stretch} entries, but the group has {member.outer} x "
-            f"{size} x {member.inner}"
+            f"{member.tensor}: axis {member.axis} has {stretch} entries, but its group permutes {member.outer} x "
+            f"{size} x {member.inner} entries"
         )
     if size == length:
         return p

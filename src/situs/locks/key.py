@@ -47,7 +47,9 @@ class Key:
 
     def __post_init__(self) -> None:
         if len(self.seed) != SEED_BYTES:
-            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES} bytes", field="seed")
+            raise SitusError(
+                f"the seed of a key has {len(self.seed)} bytes, but must have {SEED_BYTES} bytes", field="seed"
+            )
 
     @property
     def id(self) -> str:
@@ -119,7 +121,7 @@ class Wrapping:
         # The costs are read from a file: without a limit, a file could demand any memory and time.
         allowed = 1 <= self.passes <= 16 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 20
         if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
-            raise SitusError("its passphrase settings are out of range")
+            raise SitusError("the settings of its passphrase encryption are out of range")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ def draw_key() -> Key:
 def write_key(key: Key, path: str | Path, passphrase: str | None = None) -> None:
     """Writes a key to a new file, as `new_key` does."""
     if passphrase == "":
-        raise SitusError("an empty passphrase protects nothing", field="passphrase")
+        raise SitusError(
+            "the passphrase is empty; choose another passphrase, or make a key without a passphrase", field="passphrase"
+        )
     seed, wrapping = key.seed, None
     if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
@@ -184,7 +188,7 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
                 f"{path}: the passphrase is wrong, or the file was altered", field=("passphrase", "key")
             ) from None
     if len(seed) != SEED_BYTES or Key(seed).id != key_file.id:
-        raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered", field="key")
+        raise SitusError(f"{path}: its id does not belong to its seed, so the file was altered", field="key")
     return Key(seed)
 
 

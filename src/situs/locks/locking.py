@@ -103,7 +103,7 @@ def _shares(manifest: Manifest) -> str:
     withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
-    cover = f", and {inner} groups inside the blocks as cover" if inner else ""
+    cover = f", and {inner} groups inside the blocks as cover (this adds no strength)" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
         f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "
@@ -112,7 +112,7 @@ def _shares(manifest: Manifest) -> str:
     parts = () if manifest.withheld is None else manifest.withheld.parts
     if parts:
         share = percent(manifest.count(withheld) / total)
-        sentence += f" Withheld in a second file (mode 0600): {described(parts)}, {share} of the parameters."
+        sentence += f" Withheld in a second file (mode 0600): {described(parts)} ({share} of the parameters)."
     return (
         f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are not locked."
     )
@@ -171,7 +171,7 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
         ema = opening.pop("ema", None)
         for name, value in opening.items():
             raise SitusError(
-                (f"{name}={value}: applies only to a model's name, because a model's folder has its own {name}"),
+                f"{name}={value}: applies only to a model given by name; the folder of a model has its own {name}",
                 field=name,
             )
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
@@ -186,8 +186,8 @@ def _lock_folder(
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
             raise SitusError(
-                f"{folder}: contains {name}; if the folder is not locked already, rename this file, because the lock "
-                "needs its name"
+                f"{folder}: contains {name}, a name that the lock needs. If the folder is not locked already, rename "
+                "this file"
             )
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
@@ -249,8 +249,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "Left out, because a lock copies only known small files": left_out,
-        "Not locked, because the model does not use them": extra,
+        "Files left out, because a lock copies only known small files": left_out,
+        "Tensors not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -374,14 +374,14 @@ def _open(
             if shards.copy(reader, writer, codes.start("file", name)) != code:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if not keyed and fingerprint_of(codes, manifest.layout, clear) != manifest.fingerprint:
-        raise SitusError(f"{folder}: the opened model is not the one that was locked")
+        raise SitusError(f"{folder}: the opened model is not the model that was locked")
 
 
 def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
-            f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model. "
-            "After authorised training, open the model with the option retrained",
+            f"{where}: {spec.name} is not the tensor that was locked. The file was altered, or belongs to another "
+            "model. If the model was trained since the lock, open it with the option retrained",
             field="retrained",
         )
 
@@ -398,7 +398,7 @@ def _unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so it cannot have been trained since; open it without the option retrained",
+            f"{folder}: is sealed, so it cannot have been trained since the lock; open it without the option retrained",
             field="retrained",
         )
     weights = files.weight_files(folder)
@@ -445,8 +445,8 @@ def _unlock_retrained(
             f"{len(changed)} of {len(specs)} tensors changed since the lock: they are accepted as retrained, without "
             "a check."
         ),
-        *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
-        *([f"Left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
+        *([f"Unlocked tensors that are new, missing or reshaped: {', '.join(differing)}."] if differing else []),
+        *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 
 
@@ -458,7 +458,7 @@ def _check_layout(
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
                 f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}; "
-                "the key fits only the locked layout",
+                "the key fits only the dtype and shape that were locked",
                 field="retrained",
             )
 
@@ -471,8 +471,8 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     original = originals.get(name)
     if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: {name} has other tensors than the locked file, so the withheld tensors cannot be "
-            "added; save the whole model, and open that",
+            f"{folder}: {name} and the locked file have different tensors, so the withheld tensors cannot be added; "
+            "save all tensors of the model again, and open the new folder",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}

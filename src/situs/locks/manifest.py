@@ -93,13 +93,13 @@ class Manifest:
             if not _FILE_NAME.fullmatch(name) or name == NAME:
                 raise SitusError(f"{name[:80]!r} is not the name of a file in this folder")
         if not self.shards or self.shards.keys() & self.files.keys():
-            raise SitusError("it names no weight file, or one file twice")
+            raise SitusError("it names no weight file, or names a file twice")
         for name, entry in self.tensors.items():
             _digits(f"the code of {name[:80]!r}", entry.code, CODE_DIGITS)
             if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
                 raise SitusError(f"{name[:80]!r} has no valid dtype and shape")
         if self.layout != layout_of(self.specs()):
-            raise SitusError("its layout hash is not that of its tensors")
+            raise SitusError("its layout hash does not match its tensors")
         _check_groups(self.groups, self.tensors)
         if self.withheld is not None:
             _check_withheld(self.withheld, self.tensors)
@@ -125,7 +125,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
     _digits("the code of the withheld tensors", withheld.header, CODE_DIGITS)
     names = set(withheld.tensors)
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
-        raise SitusError("its list of withheld parts does not fit its tensors")
+        raise SitusError("its list of withheld parts does not match its tensors")
     for part in withheld.parts:
         if not PART.fullmatch(part):
             raise SitusError(f"{part[:80]!r} is not a part that can be withheld")
@@ -133,7 +133,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
 
 def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
     if not groups or len({group.name for group in groups}) != len(groups):
-        raise SitusError("it names no group, or a group twice")
+        raise SitusError("it names no group, or names a group twice")
     for group in groups:
         for member in group.members:
             shape = tensors[member.tensor].shape if member.tensor in tensors else ()
@@ -203,7 +203,9 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise SitusError(f"{folder}: holds no {NAME}, so it is not a locked model (situs lock writes one)") from None
+        raise SitusError(
+            f"{folder}: holds no {NAME}, so it is not a locked model (situs lock writes this file)"
+        ) from None
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
     manifest = _parse(path, raw)
@@ -212,9 +214,9 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     if manifest.key_id != key.id:
         raise SitusError(f"{path}: was locked with the key {manifest.key_id}, but this key is {key.id}", field="key")
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
-        raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
+        raise SitusError(f"{path}: its HMAC is wrong, so the manifest was altered since the lock")
     if raw != _text(manifest).encode():
-        raise SitusError(f"{path}: was altered since it was locked: its text differs from the text that was written")
+        raise SitusError(f"{path}: its text is not the text that was written, so the file was altered since the lock")
     return manifest
 
 

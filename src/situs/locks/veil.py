@@ -235,7 +235,9 @@ class Cut(Entrance):
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
-            raise SitusError(f"{backbone.name}: with the model's key, only the last layer can be shown")
+            raise SitusError(
+                f"{backbone.name}: its stages have different keys, so with the key only the last layer can be shown"
+            )
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))
 

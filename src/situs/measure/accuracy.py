@@ -28,12 +28,12 @@ from situs.train.step import autocast
 
 MEANING = """
 Top-1 is the share of samples whose class the model ranks first. Top-5 is the share of samples whose class is among the
-model's first five (shown for more than ten classes). "Largest class" is the share of the largest class: a model that
-always predicts this class has this top-1. A model whose top-1 is not higher than this share has learned nothing useful.
-Balanced accuracy is the mean of the accuracies of the classes, so that a small class counts as much as a large one. A
-model that always predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is
-Wilson's 95 % confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model
-is wrong and sure.
+five classes that the model ranks first (shown if there are more than ten classes). "Largest class" is the share of
+samples in the largest class, and thus the top-1 of a model that always predicts this class. A model has learned nothing
+useful if its top-1 is not higher. Balanced accuracy is the mean of the accuracies of the classes, so that a small class
+counts as much as a large one. A model that always predicts one class has a balanced accuracy of 100 % divided by the
+number of classes. The 95 % interval is Wilson's confidence interval of top-1. Loss is the mean cross entropy. It is low
+if the model is right and sure, and high if the model is wrong and sure.
 """
 
 Classifier = Callable[..., Tensor]
@@ -341,7 +341,7 @@ class ByClass(NamedTuple):
         if int((self.counts > 0).sum()) == 1:
             return "all samples are of one class, so the model had nothing to distinguish"
         if self.only is not None:
-            return f"the model predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
+            return f"the model predicts one class, {classes[self.only]!r}, for all samples, so it distinguishes nothing"
         if low <= self.majority <= high:
             return "the samples are too few to distinguish the model from always predicting the largest class"
         return "the model is worse than always predicting the largest class" if high < self.majority else ""
@@ -355,8 +355,7 @@ class ByClass(NamedTuple):
         text = (
             f"Always predicting {classes[largest]!r}, the largest class, has a top-1 of {percent(self.majority, 2)}. "
             f"The 95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy "
-            "(the mean "
-            f"over the classes) is {percent(self.balanced, 2)}."
+            f"(the mean over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
             text += f" {verdict[0].upper()}{verdict[1:]}."
@@ -417,11 +416,12 @@ def class_figures(
     predicted = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
     names = [f"{row['class']} ({row['count']:,})" for row in rows]
     return (
-        Figure("classes", f"Share of the {things} of each class that are recognised{model}.", "figures.bars",
+        Figure("classes", f"For each class: the share of its {things} that are recognised{model}.", "figures.bars",
                (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
         Figure(
             "confusion",
-            f"Predictions for each true class{model}, in percent of its {things}. The diagonal shows right answers.",
+            f"For each true class: the percentage of its {things} that are predicted as each class{model}. The "
+            "diagonal shows right answers.",
             "figures.value_grids",
             ({"": (predicted, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
             {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},
@@ -446,9 +446,9 @@ A sample can have any number of classes. For each class, the samples are ordered
 class. The average precision of the class is the area under the curve of precision against recall in this order. Average
 precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
 samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the share of right
-labels, averaged over the classes. The number beside accuracy belongs to a model that always gives the more frequent
-answer for each class. F1 is the harmonic mean of precision and recall at the threshold of one half. Unknown labels are
-left out of all numbers.
+labels, averaged over the classes. For comparison, the accuracy of always predicting the more frequent answer (present
+or absent) for each class is given. F1 is the harmonic mean of precision and recall at the threshold of one half.
+Unknown labels are left out of all numbers.
 """
 
 
@@ -499,9 +499,9 @@ class LabelAccuracy(Result):
         scores, name = self.scores, self.provenance.name
         sentence = (
             f"{name} predicts {percent(scores.accuracy, 2)} of the labels of {self.provenance.counted(scores.count)} "
-            f"right, as a mean over {counted(len(self.classes), 'classes')}; always giving the more frequent answer "
-            f"would be right in {percent(scores.majority, 2)}. The mean average precision of {name} is "
-            f"{percent(scores.mean_ap, 2)}."
+            f"right, as a mean over {counted(len(self.classes), 'classes')}. Always predicting the more frequent "
+            f"answer would be right for {percent(scores.majority, 2)} of the labels. The mean average precision of "
+            f"{name} is {percent(scores.mean_ap, 2)}."
         )
         shares = [percent(share, 2) for share in (scores.mean_ap, scores.accuracy, scores.f1, scores.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]

@@ -24,13 +24,14 @@ from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, op
 from situs.results import Figure, Result, Summary, Table, channels_drawn, percent
 
 MEANING = """
-The entropy of a head is −Σ a log a over the keys, including prefix tokens, averaged over the samples and all patch
-queries. 0 nats means attention to one token. log S means equal attention to all S tokens. The distance is the mean
-distance of the attended patches from the query, in patches.
+The entropy of a head is −Σ a log a, where a is the attention of a query to a key. The sum includes all keys, also
+prefix tokens. The entropy is averaged over the samples and all patch queries. An entropy of 0 nats means attention to
+one token only. An entropy of log S nats means equal attention to all S tokens. The distance is the mean distance
+between a query and the patches that it attends to, weighted by the attention, in patches.
 
 The maps by relative offset show the mean attention of a patch to the patch that is Δrow rows and Δcolumn columns away.
-Each offset is averaged over all pairs of patches with this offset. Rare offsets are therefore noisier than others, but
-not darker. The rarest offset, from corner to corner, occurs once per sample.
+Each offset is averaged over all pairs of patches with this offset. The mean of a rare offset is noisier, but not
+systematically lower or higher. The rarest offset, from corner to corner, occurs once per sample.
 """
 LOCAL = 0.5
 """A head is local where its mean distance is below this share of that of uniform attention."""
@@ -97,12 +98,12 @@ class Attention(Result):
         local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
         locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
-            f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
-            f"{percent(shown.brightest_tenth, 0)} of its patch attention on the most attended tenth of the patches. "
+            f"In layer {shown.layer + 1}, the tenth of the patches with the most attention gets "
+            f"{percent(shown.brightest_tenth, 0)} of the patch attention of "
+            f"{'CLS' if shown.cls else 'the average patch'}. "
             f"Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
-            f"{self._head(high)} the widest. "
-            f"{locals_.get(local, f'{local} heads are local')} (mean distance less than half that of uniform "
-            "attention)."
+            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (local: a mean "
+            "distance less than half of that of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [
@@ -115,7 +116,7 @@ class Attention(Result):
         numbers = (
             (f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats: entropy of the sharpest head"),
             (f"{survey.distance.min():.1f}", "patches: mean distance of the most local head"),
-            (percent(shown.brightest_tenth, 0), "of the patch attention, on the most attended tenth of the patches"),
+            (percent(shown.brightest_tenth, 0), "of the patch attention goes to only a tenth of the patches"),
         )
         return Summary(sentence, (Table(title, header, rows),), numbers=numbers)
 
@@ -143,9 +144,9 @@ class Attention(Result):
             ),
             Figure(
                 "heads",
-                "Dark: sharp attention (entropy) or nearby attention (distance). Light: the opposite. Uniform "
-                f"attention would have {survey.uniform_entropy:.2f} nats and a distance of "
-                f"{uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
+                "Dark cells show low values: attention to few tokens (entropy) or to nearby patches (distance). "
+                f"Light cells show high values. Uniform attention would have {survey.uniform_entropy:.2f} nats and a "
+                f"distance of {uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
                 "grid.",
                 "figures.value_grids",
                 (panels, layers, heads, "head", "layer"),
@@ -153,10 +154,10 @@ class Attention(Result):
             ),
             Figure(
                 "relative",
-                "Attention by relative offset. The query is in the middle, where the ticks point. Vertical offsets run "
-                f"from −{survey.grid[0] - 1} to {survey.grid[0] - 1}, horizontal offsets from −{survey.grid[1] - 1} to "
-                f"{survey.grid[1] - 1}. The number below each map is the entropy of its head, in nats. The colour is "
-                "the square root of the attention weight, from 0 to the map's maximum.",
+                "Attention by relative offset. The query is in the middle of each map, at the ticks. Vertical "
+                f"offsets run from −{survey.grid[0] - 1} to {survey.grid[0] - 1}, horizontal offsets from "
+                f"−{survey.grid[1] - 1} to {survey.grid[1] - 1}. The number below each map is the entropy of its "
+                "head, in nats. The colour is the square root of the attention weight, from 0 to the map's maximum.",
                 "figures.relative_maps",
                 (survey.relative.numpy(), survey.entropy.numpy()),
                 section="By relative offset",

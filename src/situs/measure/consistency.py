@@ -35,12 +35,12 @@ RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
-`x` is a sample. `x̃` is the same sample after the patches inside a block mask are shuffled. γ is the share of patches in
-the mask. F is the vector that the classifier reads, and Diff.Norm is the mean of ‖F(x) − F(x̃)‖. The mean of the squared
-norm is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples whose answer
-stays the same, right or wrong.
+`x` is a sample. `x̃` is the same sample after the patches inside a block mask are shuffled. γ is the share of patches
+in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over the samples. The
+mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code prints the norm.
+Consistency is the share of samples whose answer stays the same, right or wrong.
 
-With the mask hidden from the model, the position embeddings stay, so they are wrong for the shuffled patches. The
+With the mask hidden from the model, all position embeddings stay, so the shuffled patches have wrong positions. The
 numbers then measure the effect of shuffling. With the mask known, the position embeddings inside the mask are removed.
 On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the effect of lost positions. The
 papers do not say whether they report numbers with the mask hidden or with the mask known.
@@ -91,7 +91,7 @@ class Shuffled:
         if not self.backbone.num_tokens:
             return (
                 "the model is a convolutional network, so it has no positions to remove: patches are shuffled in the "
-                "image, and the model is not told which"
+                "image, and the model does not know which patches"
             )
         if not (self.positions and self.backbone.positions().kinds):
             windows = " (its windows still reveal positions)" if "take" in self.backbone.refusals else ""
@@ -162,7 +162,7 @@ class ConsistencyCurve(Result):
         table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
         masked_place = self.no_mask or f"a patch in the mask gets {self.unknown}"
         things = self.provenance.things
-        norm = f"F is the {self.reads}. Its mean norm on the original {things} is {self.rows[0].clean_norm:.4g}."
+        norm = f"F is the {self.reads}. On the original {things}, the mean norm of F is {self.rows[0].clean_norm:.4g}."
         notes = [f"Mask known: {masked_place}. {norm}"]
         if any(row.masked < 2 and row.ratio for row in self.rows):
             notes.append("A mask with fewer than two patches has no patches to shuffle.")
@@ -173,7 +173,7 @@ class ConsistencyCurve(Result):
     def _sentence(self) -> str:
         ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
         if not ratios:
-            return f"Nothing was shuffled: for these γ a mask contains at most one of {math.prod(self.grid)} patches."
+            return f"Nothing was shuffled, because at these γ a mask has at most one of {math.prod(self.grid)} patches."
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
         at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]
@@ -181,13 +181,13 @@ class ConsistencyCurve(Result):
         text = f"With {percent(ratio, None)} of the patches shuffled and the mask hidden from the model, "
         if row.consistency is not None:
             text += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
-        text += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
+        text += f"the {self.reads} changes by {row.diff_norm:.3g} ({part})."
         if True in at:
             known = at[True]
             same = (
                 "" if known.consistency is None else f"{percent(known.consistency)} of the answers stay the same and "
             )
-            text += f" With the mask known, {same}the {self.reads} moves by {known.diff_norm:.3g}."
+            text += f" With the mask known, {same}the {self.reads} changes by {known.diff_norm:.3g}."
         return text
 
     def numbers(self) -> dict[str, Any]:
@@ -219,14 +219,14 @@ class ConsistencyCurve(Result):
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
             caption = (
-                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share of "
-                "right answers."
+                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share whose "
+                "answer is right."
             )
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
         norms = self._series("diff_norm", "")
         norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
         label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"
-        caption = f"Diff.Norm for each γ. Diff.Norm is the mean distance by which the {self.reads} moves."
+        caption = f"Diff.Norm for each γ: the mean distance between the {self.reads} before and after the shuffle."
         figures.append(Figure("norms", caption, "figures.curves", (norms, gamma, label)))
         if self.example is not None:
             ratios, images, masks = sorted({row.ratio for row in self.rows})[:8], [], []
@@ -268,7 +268,7 @@ def shuffled(
     side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8  # the papers' 14 a side where that divides
     cut = grid or (method.grid if method is not None and all(method.grid) else (side, side))
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
-        raise SitusError(f"grid={cut}: must divide inputs of {size[0]}x{size[1]}", field="grid")
+        raise SitusError(f"grid={cut}: must divide the input size {size[0]}x{size[1]}", field="grid")
     return Shuffled(backbone, method, False, cut)
 
 

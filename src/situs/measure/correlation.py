@@ -42,11 +42,11 @@ LINES = {
     "across": "2 samples",
 }
 MEANING = """
-The numbers are Pearson correlations over the channels of two feature vectors. They are averaged over all samples (1
-sample) or over all pairs of different samples (2 samples). MP3's Figure 10 draws random pairs instead. Near:
-neighbouring positions of one sample. Same position: the same position in two samples. Shared position: how much more
-two samples correlate if the position is the same (same position − 2 samples). Shared sample: how much more two
-positions correlate if the sample is the same (1 sample − 2 samples).
+The numbers are Pearson correlations over the channels of two feature vectors. "1 sample": the two vectors are from one
+sample (mean over all samples). "2 samples": the two vectors are from different samples (mean over all pairs of samples;
+MP3's Figure 10 draws random pairs of samples instead). Near: neighbouring positions of one sample. Same position: the
+same position in two samples. Shared position: the correlation that a shared position adds, "same position" minus "2
+samples". Shared sample: the correlation that a shared sample adds, "1 sample" minus "2 samples".
 """
 HARDLY = 0.01
 """A smaller gain is called none."""
@@ -122,8 +122,8 @@ class Correlations(Result):
             f"After the final norm, the features of two positions correlate by {last['within']:.2f} on average if they "
             f"are from one sample, and by {last['across']:.2f} if they are from two samples. The features of one "
             f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The features of the same "
-            f"position in two samples correlate by {last['across_same']:.2f}, {more} than those of two different "
-            f"positions. {finding}. A shared position adds most {where}: {means[peak]['position']:.2f}."
+            f"position in two samples correlate by {last['across_same']:.2f}, {more} than the features of different "
+            f"positions. {finding}. The gain by a shared position is largest {where}: {means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
@@ -155,23 +155,23 @@ class Correlations(Result):
                 "distance",
                 f"{after}. If the correlation across two samples falls with distance, the features depend on position. "
                 "The cause is the model or a layout that all samples share (for example sky at the top). If the "
-                "correlation falls faster within one sample, the cause is neighbours with similar content.",
+                "correlation falls faster within one sample than across two, neighbours have similar content.",
                 "figures.curves",
                 (lines, "distance between the positions, patches", "mean Pearson correlation"),
             ),
             Figure(
                 "maps",
                 f"{after}: each map shows the correlation of the ringed position with all {h} × {w} "
-                "positions. Maps within one sample and across two samples have different scales. The ringed position "
-                "itself is ignored in the scales.",
+                "positions. Maps within one sample and across two samples have different colour scales. The ringed "
+                "position itself is left out of the scales.",
                 "places.mosaics",
                 (maps, rows, columns, "Pearson correlation"),
                 section="The maps",
             ),
             Figure(
                 "layers",
-                "Means over pairs of positions. The two positions of a pair are different, except in the line "
-                '"2 samples, same position".',
+                "Each line shows means over pairs of different positions. Only the line "
+                '"2 samples, same position" compares the same position in two samples.',
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},

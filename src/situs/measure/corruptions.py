@@ -620,5 +620,5 @@ def find_severities(levels: Sequence[int]) -> tuple[int, ...]:
     """Severities ascending, each once."""
     for level in levels or [None]:
         if level not in SEVERITIES:
-            raise SitusError(field="severities", value=level, allowed="some of 1, 2, 3, 4, 5")
+            raise SitusError(field="severities", value=level, allowed="one or more of 1, 2, 3, 4, 5")
     return tuple(sorted(set(levels)))

@@ -21,9 +21,10 @@ from situs.results import Figure, Provenance, Result, Summary, Table, percent, p
 
 Average = Literal["softmax", "logits"]
 MEANING = """
-Every model classifies every sample. For each model, the samples are prepared as in its training. The probabilities (or
-logits) of the models are averaged. The class with the largest average is the ensemble's answer. The ensemble gains most
-if its models make errors on different samples. The average may be right on a sample that no model classifies right.
+Every model classifies every sample. For each model, the samples are prepared as in the training of this model. The
+probabilities (or logits) of the models are averaged. The class with the largest average is the ensemble's answer. The
+ensemble gains most if its models make errors on different samples. The ensemble can be right on a sample that every
+single model classifies wrong.
 """
 
 
@@ -51,9 +52,8 @@ class Ensemble(Result):
         gain, things = 100 * (self.together.top1 - best.top1), self.provenance.things
         text = (
             f"Together the models classify {percent(self.together.top1, 2)} of the {things} right, "
-            f"{abs(gain):.2f} points "
-            f"{'above' if gain >= 0 else 'below'} the best single model ({name}, {percent(best.top1, 2)}). At least "
-            f"one model is right on {percent(self.any_right, 2)} of the {things}."
+            f"{abs(gain):.2f} points {'above' if gain >= 0 else 'below'} the best single model ({name}, "
+            f"{percent(best.top1, 2)}). At least one model is right on {percent(self.any_right, 2)} of the {things}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -93,8 +93,8 @@ class Ensemble(Result):
         top1 |= {f"together ({self.average})": 100 * self.together.top1, "any model right": 100 * self.any_right}
         alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
         return [
-            Figure("top1", "Top-1 of each model and of their average; the last bar is the share of samples that at "
-            "least one model classifies right.",
+            Figure("top1", "Top-1 of each model and of the ensemble (together). The last bar is the share of samples "
+            "that at least one model classifies right.",
                    "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
             Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",
                    "figures.value_grids", (alike, names, names, "model", "model"), {"limits": (0, 100)}),

@@ -54,7 +54,9 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
 def check_labelled(config: RunConfig) -> None:
     """Refuses a method that learns without labels."""
     if not METHODS[config.method_name].needs_targets:
-        raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels", field="method")
+        raise SitusError(
+            f"method={config.method_name}: fine-tuning needs a method that learns from labels", field="method"
+        )
 
 
 def data_as_seen(source: str | Path) -> dict[str, Any]:

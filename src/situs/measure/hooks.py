@@ -181,9 +181,13 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
         try:
             val_loader = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
         except SitusError as error:
-            raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
+            raise SitusError(
+                f"{error}; to train without validation, set {field}=0", field=(*error.fields, field)
+            ) from None
         if val_loader.classes != loader.classes:
-            raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
+            raise SitusError(
+                f"{config.data.path}: the training split and the validation split have different classes", field="data"
+            )
         start, best = frozen_start(config, loader, val_loader), config.train.keep_best
         note = FLATTERED if best and len(splits_at(config.data) - {*SPLITS["train"]}) < 2 else ""
         return [Validation(val_loader, every, _precision(config, device), note, start, keep_best=best), *first]

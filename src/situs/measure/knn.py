@@ -34,8 +34,9 @@ NEIGHBOURS = 20
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 MEANING = """
 After each block the model's final norm is applied, and every sample becomes one vector: its CLS token, or the mean of
-its patches. A test sample gets the class with the largest total weight among the k training samples with the most
-similar vectors (by cosine). Nothing is trained, so kNN measures how the representation itself groups the samples.
+its patches. For each test sample, the k training samples with the most similar vectors (by cosine) are found. The test
+sample gets the class with the largest total weight among these k samples. Nothing is trained, so kNN measures how the
+representation itself groups the samples.
 """
 
 
@@ -85,7 +86,9 @@ class LayerKnn(Result):
         text += f" {ByClass.of(self.answers).words(self.classes)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
-            text += f" The {POOLS[best.pool]} after block {best.layer} is best: {percent(best.accuracy, 2)}."
+            text += (
+                f" The best top-1 is {percent(best.accuracy, 2)}, with the {POOLS[best.pool]} after block {best.layer}."
+            )
         cells = {(row.layer, row.pool): [points(row.accuracy), points(row.balanced)] for row in self.rows}
         layers = sorted({row.layer for row in self.rows})
         rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
@@ -93,9 +96,7 @@ class LayerKnn(Result):
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        label = (
-            f"top-1 at best, after block {best.layer} (always predicting the largest class: {percent(self.majority)})"
-        )
+        label = f"best top-1, after block {best.layer} (always predicting the largest class: {percent(self.majority)})"
         return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:

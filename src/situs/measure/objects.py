@@ -36,16 +36,17 @@ OVERLAP = 0.5
 """The lowest intersection over union of two masks that count as one object."""
 
 MEANING = f"""
-Average precision (AP) is COCO's, in percent. The detections of a class are sorted by score. A detection is right if it
-overlaps an object of the same class, and no detection with a higher score has matched this object. Precision is
-averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of .5, .55, … .95
-and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have fewer than
-32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections inside a crowd are
-ignored.
+Average precision (AP) is computed as in COCO, in percent. The detections of a class are sorted by score. A detection is
+right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
+Precision is averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of
+.5, .55, … .95 and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects
+have fewer than 32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections
+inside a crowd are ignored.
 
-When single objects are compared, only detections with a score of {SURE} or more count. Each detection is matched to
-the object (of any class) that its mask overlaps most, if the overlap is {OVERLAP} or more. F1 is twice the number of
-objects detected with the right class, divided by the number of objects plus the number of detections.
+F1 and the tables of confused classes compare single objects. For them, only detections with a score of {SURE} or more
+count. Each detection is matched to the object (of any class) whose mask overlaps most with the mask of the detection,
+if this overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class, divided by the
+number of objects plus the number of detections.
 """
 PICTURES = 8
 """How many of the worst images the page shows."""
@@ -132,22 +133,22 @@ class Detections(Result):
             for image in self.worst
         ]
         caption = (
-            f"Left of each image is its F1. Only detections with a score of {SURE} or more are drawn. The score is "
-            "shown at each box."
+            f"The number left of each image is its F1. Only detections with a score of {SURE} or more are drawn. The "
+            "number at each box is the score of the detection."
         )
         figures = worst_figures(rows, "masks.object_rows", self.classes, caption)
         rows_with_objects = [row for row in by_class(self) if row["boxes"] is not None]
         if len(rows_with_objects) <= BARS:
             for what in ("boxes", "masks"):
                 values = ({row["class"]: 100 * row[what] for row in rows_with_objects}, "AP")
-                caption = f"AP for {what}, of each class that has objects."
+                caption = f"AP of {what} for each class that has objects."
                 figures.append(Figure(f"classes-{what}", caption, "figures.bars", values, {"digits": ".1f"}))
         if len(self.classes) <= CROSSED:
             table, names = self.answers.table, [*self.classes, "none"]
             shares = 100 * table.double() / table.sum(dim=1, keepdim=True)
             caption = (
-                "For each true class: the share of its objects that are detected as each class, or missed (none). The "
-                "last row shows detections without an object."
+                "For each true class: the share of its objects that are detected as each class. The column 'none' "
+                "shows missed objects. The row 'none' shows false detections."
             )
             values = ({"": (shares, "% of the row")}, names, names, "detected", "true")
             figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))

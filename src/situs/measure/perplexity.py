@@ -24,9 +24,8 @@ from situs.train.step import autocast
 
 MEANING = """
 The text is cut into blocks. The model predicts every word of a block, except the first, from the words before it. The
-perplexity is the exponential
-of the mean of -log p, where p is the model's probability of the true word. With another block length or another
-tokeniser, the same text has another perplexity.
+perplexity is the exponential of the mean of -log p, where p is the model's probability of the true word. With another
+block length or another tokeniser, the same text has another perplexity.
 """
 
 
@@ -85,7 +84,7 @@ def evaluate_perplexity(
     """
     model = opened(model, seed)
     if not model.backbone.next_words:
-        raise SitusError(f"{model.name}: has no head for the next word, so it has no perplexity")
+        raise SitusError(f"{model.name}: has no head that predicts the next word, so it has no perplexity")
     loader = load_any(model, data, shared=True, target="words", **chosen)
     scores = measure_perplexity(model.backbone, loader, precision=precision)
     if math.isnan(scores.loss):

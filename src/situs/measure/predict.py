@@ -134,7 +134,7 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     if not (data or config.path):
         things = config.modality.things
         raise SitusError(
-            f"{model.name}: is not a run, and only a run records its data; give the {things}", field="data"
+            f"{model.name}: is not a run, so its data is not known; give the {things} to classify", field="data"
         )
     config = config.read_as(model.name, {"text": text})
     config = replace(config.modality.unlabelled(config), path=str(data or config.path))

@@ -218,7 +218,7 @@ class Reconstruction(Result):
         )
         if worst[0] != best[0]:
             off = f"{worst[1].off_by:.1f} patches"
-            sentence += f". At {worst[0].text}, the share is {percent(worst[1].right)}, with a mean error of {off}"
+            sentence += f". At {worst[0].text}, it predicts {percent(worst[1].right)} right, with a mean error of {off}"
         chance = percent(1 / math.prod(self.grid))
         rows = [
             [setting.text, percent(scores.right), chance, f"{scores.off_by:.2f}", percent(scores.empty)]

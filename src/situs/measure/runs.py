@@ -190,7 +190,12 @@ class Runs(Result):
         return [
             Table("Final numbers", ["metric", *header], finals, "Last values."),
             *([Table("Best numbers", ["metric", *header], better, BETTER)] if better else []),
-            Table("Machine and speed", ["", *header], shown, "From the log and the newest checkpoint of each run."),
+            Table(
+                "Machine and speed",
+                ["", *header],
+                shown,
+                "These values are from the log and the newest checkpoint of each run.",
+            ),
             *(
                 [Table("Configs", ["field", *header], differences, "Fields in which the runs differ.")]
                 * bool(differing)

@@ -37,7 +37,7 @@ are predicted as the class. IoU is the size of their intersection divided by the
 means that the two areas are equal. mIoU is the mean IoU of all classes that are present or predicted. Each IoU is
 computed once over the whole split, not for single images. Pixel accuracy is the share of pixels whose class is
 predicted right. Class accuracy is the mean of this share over the classes. Pixels without a class (void) are left out
-of all numbers. Images are scored at the size of their masks.
+of all numbers. Predictions and masks are compared at the size of the masks.
 """
 BARS, LISTED, CROSSED = 40, 20, 12
 """The most classes with a bar each; classes or pairs in a table; the most classes with a grid of all pairs."""
@@ -137,7 +137,9 @@ class Segments(Result):
             (percent(sample.iou, 0), sample.picture, {"truth": sample.truth, "predicted": sample.predicted})
             for sample in self.worst
         ]
-        caption = "Left of each image is the mean IoU of its classes. Pixels without colour have no class (void)."
+        caption = (
+            "The number left of each image is the mean IoU of its classes. Pixels without colour have no class (void)."
+        )
         worst = worst_figures(rows, "masks.mask_rows", self.classes, caption)
         return [*worst, *segment_figures(self.scores, self.classes)]
 
@@ -277,7 +279,7 @@ def dense_method(model: Model, kind: type[M], task: str, parts: str, instead: st
     the model that an export may lack. instead: what else is possible."""
     name = kind.__name__.lower()
     if model.method is None and model.facts.get("method") == name:
-        raise SitusError(f"{model.name}: its {parts} missing (the file {PARTS}); export it again", field="model")
+        raise SitusError(f"{model.name}: its {parts} missing (the file {PARTS}); export the model again", field="model")
     if not isinstance(model.method, kind):
         reason = f"was not trained to {task}; fine-tune it with the method {name}{instead}"
         raise SitusError(f"{model.name}: {reason}", field="model")

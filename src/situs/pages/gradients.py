@@ -39,39 +39,38 @@ from situs.report.html import Page, Section, Tone
 from situs.results import Cell
 
 EXACTLY = (
-    f"Recovered exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
-    f"255, which is invisible. {BEST_PSNR:g} dB means no error at all. If every pixel was recovered to "
-    "its exact byte, the attacker can be certain without the original, because the equations of the attack "
-    "fit only these bytes."
+    f"'Recovered exactly' means a PSNR of {EXACT:g} dB or more. The mean error is then less than half of one grey "
+    f"level (of 255), which is invisible. {BEST_PSNR:g} dB means no error at all. If an image was recovered byte for "
+    "byte, the attacker can be certain of it without the original: only these bytes fit the equations of the attack."
 )
 
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. An image counts as 'above' if its recovery is better than blind "
-    "guesses by more than {psnr:g} dB (best PSNR over gain, offset, flips, shifts and reduction to two levels) or "
-    "{ssim:g} (SSIM). An image also counts as 'above' if more of its patches than by chance are at their true "
-    "position, "
-    "if it is re-identified more often than by chance, or if it exceeds your limit. A pass has four conditions. (1) "
-    "No image is 'above', not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
-    "attack solved every image, and the equations of the attack fit as noise and precision predict. (4) The oracle, a "
-    "bound that knows the image, also stays within the margins. Everything else is inconclusive (not a pass). A "
+    "The gate judges the most exposed image. It holds {scope}. An image counts as 'above' if one of four things is "
+    "true. (a) Its recovery is better than a blind guess by more than {psnr:g} dB of PSNR or {ssim:g} of SSIM. (This "
+    "PSNR is the best over gain, offset, flips, shifts and reduction to two levels.) (b) More of its patches are at "
+    "their true position than chance explains. (c) The image is re-identified more often than by chance. (d) It "
+    "exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. (1) No image is 'above', "
+    "not even if the step uses the least likely labels. (2) The upload contains noise. (3) A closed-form attack solved "
+    "every image, and the errors of its equations are as large as noise and precision predict. (4) The oracle (a bound "
+    "that knows the image) also stays within the margins. In all other cases the gate is inconclusive (not a pass). A "
     "search can make the gate fail, but a search alone never makes the gate pass."
 )
 
-ONLY = "This holds only against the attacks of this page; other attacks may do better"
+ONLY = "and only against the attacks of this page. Other attacks may do better"
 """What a pass does not cover."""
 
 NEXT = """
 Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch size.
-In one case the gate passed. Then only the head of the model was changed, and an audit recovered recognisable images.
-Only a pass has the exit status 0, so CI stops in all other cases:
+A small change can be enough: one model passed the gate, but after a change of its head alone, an audit recovered
+recognisable images. Only a pass has the exit status 0, so CI stops in all other cases:
 """
 
 FURTHER = """
-Audit as many images as you can, because the most exposed image decides. Also try a search (the attack `matching`),
-which may recover more. Only a small ε of differential privacy protects against every attack, and an audit does not
-measure ε.
+Audit as many images as you can, because the gate judges only the most exposed image. Also try a search (the attack
+`matching`), which may recover more. Only differential privacy with a small ε protects against every attack, and an
+audit does not measure ε.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -84,15 +83,16 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
-patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain
-the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
+patches from these gradients. Local steps (FedAvg) do not help either: the summed gradients still reveal the inputs of
+the first step, which are in their row spaces. A row "{REFUSED}" does not mean that the images are private.
 """
 
 REMEDIES = """
 Use secure aggregation over many images, so that the server sees only sums over a large batch. A small batch does not
-protect. The attack `patchembed` fails for two or more images, but other attacks do not. If the batch has fewer tokens
-than the model has channels, the gradients of the first block still contain every patch. Gradient matching works for any
-batch, although it gets harder with every image. A batch of one image is always exposed, even after several local steps.
+protect. The attack `patchembed` fails for two or more images, but other attacks still work. If the batch has fewer
+tokens than the model has channels, the gradients of the first block still contain every patch. Gradient matching works
+for any batch, although it gets harder with every image. A batch of one image is always exposed, even after several
+local steps.
 
 Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
 gradients of a step on one image by the same number, so the solution of the equations stays the same.
@@ -103,15 +103,16 @@ AGAINST_CHOSEN = """
 Secure aggregation does not help against a server that chooses the weights, because such a server reads single images
 out of the sum. Large batches and smaller uploads only limit how many images the server reads per round. Two
 defences help: differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the server
-cannot choose, such as published weights with a signature. Compare the received weights with the published weights.
+cannot choose, such as published weights with a signature. Each client must then compare the weights that it receives
+with the published weights.
 """
 """The same if the server chooses the weights."""
 
 SEARCH = (
-    "This audit did not search for a defence. Use `audit sweep` with the flag `find` and a limit such as "
-    "psnr=20 to find the weakest setting of each defence that stays within the limit, and its cost. In Python: "
-    "`situs.find_defences(model, images, 'psnr=20')`. The setting is tested on images that the search "
-    "did not use."
+    "This audit did not search for a defence. To search, use `audit sweep` with the flag `find` and a limit such as "
+    "psnr=20. For each defence, the search finds the weakest setting that stays within the limit, and the cost of this "
+    "setting. It then tests the setting on images that the search did not use. In Python: "
+    "`situs.find_defences(model, images, 'psnr=20')`."
 )
 SHOWN = 6
 """Images in the first picture."""
@@ -187,7 +188,7 @@ def _lead(audit: Audit) -> str:
         return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
         closer = f"With {audit.threat.server}, the attacks on this page recovered hardly more of any"
-        closer = f"{closer} {things.removesuffix('s')} than a blind guess. {ONLY}, {scope_of(audit.threat)}."
+        closer = f"{closer} {things.removesuffix('s')} than a blind guess. This holds {scope_of(audit.threat)}, {ONLY}."
         return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
@@ -200,7 +201,7 @@ def _lead(audit: Audit) -> str:
     else:
         thing = things.removesuffix("s")
         best = f"the most exposed {thing} was recovered with a PSNR of {worst.worst_psnr:.1f} dB"
-        first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
+        first = f"From {step} of training, {audit.threat.server} recovered no {thing} exactly; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
     first += f" {others_of(worst, things)}." if worst.others else ""
@@ -220,8 +221,8 @@ def _gate(ruling: Ruling | None) -> str:
         return "" if ruling is None else ruling.sentence
     limit = "" if ruling.limit == BLIND else f", and no image exceeds {ruling.limit.metric}={ruling.limit.bound:g}"
     return (
-        f"The gate failed. The gate passes only if no image is recovered better than blind guesses (within the "
-        f"gate's margins){limit}."
+        "The gate failed. It passes only if no image is recovered better than blind guesses (within the gate's "
+        f"margins){limit}."
     )
 
 
@@ -252,7 +253,8 @@ def _first_screen(page: Page, audit: Audit) -> None:
     rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.shown)]
     page.opening.figure(
         pixel_rows(rows),
-        "Above: private images, the most exposed first. Below: the images recovered from the upload.",
+        "The upper row shows private images, the most exposed first. The lower row shows the images recovered from the "
+        "upload.",
         "Private images. Below each image is its recovery.",
     )
 
@@ -304,7 +306,7 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " A row with fewer images is the mean over these images." if fewer else ""
+    some = " A row with fewer images shows the mean over these images only." if fewer else ""
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",
@@ -313,8 +315,8 @@ def _results(section: Section, audit: Audit) -> None:
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
-        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values show a leak. "
-        "For PSNR and SSIM, high values show a leak. Baselines use no "
+        f"The table shows means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low "
+        "values show a leak. For PSNR and SSIM, high values show a leak. Baselines use no "
         f"gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)
@@ -323,15 +325,16 @@ def _results(section: Section, audit: Audit) -> None:
         [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
         "best, at any position. Order: the ratio of patches at their true position. Re-identified: "
-        + (f"the ratio of images whose nearest original, of {count}, is the true one." if count > 1 else ALONE),
+        + (f"the ratio of images whose nearest original (of {count}) is the true one." if count > 1 else ALONE),
     )
     if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
         section.table(
             [*header[:2], *header[-2:]],
             solved,
-            "These are the linear systems of the attacks. G is the gradient of the position table. If G has full "
-            "rank, the pixels have one solution. With a lower condition number, rounding has less effect. The "
-            "table shows the smallest rank and the median condition number.",
+            "These attacks solve linear equations for the pixels. Their matrix G is the gradient of the position "
+            "table. If G has full rank, the equations have only one solution. The lower the condition number of G, "
+            "the less the solution suffers from rounding. The table shows the smallest rank and the median condition "
+            "number over the images.",
         )
     for pair in audit.pairs:
         if sentence := _searched(pair, pair.case.defence.step(audit.step).batch):

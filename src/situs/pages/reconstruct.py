@@ -47,8 +47,8 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
-    "true position. Positions left empty: the ratio of positions at which the model predicted no patch, "
-    "although the patch that belongs there was shown to the model."
+    "true position. Positions left empty: the ratio of positions whose patch was shown to the model, but at which "
+    "the model predicted no patch."
 )
 
 _IN_TIME = (
@@ -72,8 +72,8 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
     if result.mixes:
         section = page.section("Two images in one")
         section.text(
-            "The patches of two images are shuffled together and divided into two sets of equal size. Each set mixes "
-            "both images, but the model builds one image from it. "
+            "The patches of two images are shuffled together and divided into two sets of equal size. Each set "
+            "contains patches of both images. The model arranges the patches of a set as one image. "
             + " ".join(_stayed(number, pair) for number, pair in enumerate(result.mixes, start=1))
         )
         for number, (pair, mixes) in enumerate(zip(result.pairs, result.mixes, strict=True), start=1):
@@ -88,7 +88,7 @@ _PLACED = (
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"Pair {number}: ratio of patches that the model places at their true position in their own image: {shares}."
+    return f"Pair {number}: ratio of patches that the model places at their position in their own image: {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -96,7 +96,7 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         solved = {setting: puzzle for setting, puzzle in result.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
-            f"At each γ, a ratio of {dropped:g} of the shown patches has no position. The other shown "
+            f"γ_pos = {dropped:g} is the ratio of the shown patches that have no position. The other shown "
             "patches keep their position (outlined in green). The number above an image is the ratio of "
             "right predictions."
         )
@@ -110,8 +110,8 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         )
         section.figure(
             placed_figure(result.images, solved),
-            "The same puzzles with each patch at its predicted position. Patches at the same position are averaged. "
-            "The model predicted no patch at hatched positions.",
+            "This figure shows the same puzzles with each patch at its predicted position. Patches at the same "
+            "position are averaged. The model predicted no patch at hatched positions.",
             name=f"placed-{dropped:g}",
         )
 

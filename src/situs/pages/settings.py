@@ -28,8 +28,8 @@ The best-match PSNR below and setting (c) show that all patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), only the shuffled image can be recovered from a model without MJP, not the original. The gradients of
-such a model do not reveal which patches were moved, so no attacker can restore their order.
+In setting (c), an attack on a model without MJP can recover only the shuffled image, not the original. The gradients
+of this model do not reveal which patches were moved, so no attacker can restore their order.
 """
 
 PUBLISHED = [
@@ -73,8 +73,9 @@ def page(comparison: Comparison) -> Page:
     page.section("What the paper reports").table(
         header,
         PUBLISHED,
-        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. This attacker is uninformed: it "
-        "does not subtract the gradient of MJP's loss DAL, and it does not separate the hidden patches.",
+        "These numbers are from MJP's Table 5 (γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack). This "
+        "attacker is uninformed: it does not subtract the gradient of MJP's loss DAL, and it treats hidden patches "
+        "like visible patches.",
     )
     return page.end(facts_of(comparison))
 
@@ -85,14 +86,14 @@ def _tables(page: Page, comparison: Comparison) -> None:
     some = (
         ""
         if comparison.stopped is None
-        else " If an attack was stopped, its row is the mean over the images attacked before the stop."
+        else " If an attack was stopped, its row shows the mean over the images attacked before the stop."
     )
     section.text(
-        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low "
-        "values show a leak. For the other metrics, high values show a leak. Best-match PSNR compares each patch with "
-        f"the recovered patch that fits it best, at any position. Order: the ratio of patches at their true position. "
-        f"Re-identified: the ratio of images whose nearest original, of {len(comparison.names)}, is the true one (not "
-        f"defined for one image).{unmeasured(comparison.pairs)}"
+        f"The table shows means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are "
+        "distances, so low values show a leak. For the other metrics, high values show a leak. Best-match PSNR "
+        "compares each patch with the recovered patch that fits it best, at any position. Order: the ratio of patches "
+        "at their true position. Re-identified: the ratio of images whose nearest original (of "
+        f"{len(comparison.names)}) is the true one. It is not defined for one image.{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
     for name, setting in SETTINGS.items():
@@ -132,9 +133,9 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         count = min(most, len(comparison.names))
         section.figure(
             figures.image_rows([(name, images[:count].cpu()) for name, images in strips]),
-            f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step, for the "
-            f"first {counted(count, 'images')}. Beside each row is the mean PSNR against the originals, over all "
-            f"attacked images (of {len(comparison.names)}).",
+            f"Setting ({setting}): {SETTINGS[setting].about}. The figure shows what each attacker recovered from one "
+            f"step, for the first {counted(count, 'images')}. The number beside a row is the mean PSNR against the "
+            f"originals, over all attacked images (at most {len(comparison.names)}).",
             name=f"pictures-{setting}",
         )
 

@@ -74,7 +74,7 @@ def _judge(page: Page, audit: SplitAudit) -> None:
         bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
         bars = {name: value for name, value in bars.items() if value is not None}
         bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
-        page.opening.bars(bars, "dB", "PSNR of the best attacker's images, by what the client sends.")
+        page.opening.bars(bars, "dB", "PSNR of the best attacker's images, for each setting of the client.")
 
 
 def _add_table(section: Section, table: Table) -> None:
@@ -101,7 +101,9 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
         if best is not None and best.shown is not None:
             strips.append((f"{setting.veil}\n{best.attack}", best.shown.to(audit.pictures)))
     drawn = figures.image_rows([(name, images[:SHOWN].cpu()) for name, images in strips])
-    caption = "The first samples and, for each setting, the images of the attacker with the best PSNR."
+    caption = (
+        "Top: the original samples. Below: for each setting, the images recovered by the attacker with the best PSNR."
+    )
     section.figure(drawn, caption, name="pictures")
 
 
@@ -134,10 +136,10 @@ def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
         "Each line is a defence at several strengths, with or without a permutation. The horizontal axis is "
-        "the utility for the client's task "
-        "(high on the right). The vertical axis is the result of the best attacker, who knows the defence. If a "
-        "line is low on the right, the defence keeps utility and these attackers do not undo the defence. If the "
-        "lines with and without a permutation coincide, the permutation adds no protection."
+        "the utility for the client's task (high on the right). The vertical axis is the result of the best attacker; "
+        "all attackers know the defence. A line that is low on the right shows a good defence: it keeps the utility, "
+        "and these attackers do not undo it. If the lines with and without a permutation coincide, the permutation "
+        "adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)
@@ -162,13 +164,14 @@ def texts_page(audit: text.PromptAudit) -> Page:
     first = "Nothing was attacked, so this page does not judge the texts."
     if best is not None:
         texts = f"{best.whole} of {counted(best.count, 'texts')} word for word"
-        first = f"An honest server reads {texts}, and {percent(best.shares['tokens'])} of the words ({best.defence})."
+        words = f"{percent(best.shares['tokens'])} of all words"
+        first = f"An honest server reads {texts}, and {words} (setting: {best.defence})."
     page.lead = f"{first}\n\n{audit.verdict}"
     names = {row.defence: row.defence + ", stopped" * (row.status == "stopped") for row in attacked}
     for row in attacked[:3]:
         page.number(f"{row.whole} of {row.count}", f"texts word for word, {names[row.defence]}")
     bars: dict[str, tuple[float, Tone]] = {names[row.defence]: (100 * row.shares["tokens"], "bad") for row in attacked}
-    page.opening.bars(bars, "%", "Words that the server reads, by what the client sends.")
+    page.opening.bars(bars, "%", "Percentage of the words that the server reads, for each setting of the client.")
     page.box("Threat model").facts(text.THREAT).fold("What the client sends", Section("").facts(audit.about))
     if audit.ruling is not None:
         page.section("Verdict").note(audit.ruling.sentence)
@@ -178,7 +181,9 @@ def texts_page(audit: text.PromptAudit) -> Page:
     if curve := _noise_lines(audit):
         axis = "σ of the noise, in standard deviations of a state"
         drawn = figures.curves(curve, axis, "words right", y_limits=(0.0, 1.0))
-        page.section("Noise").figure(drawn, "Words that the server reads, by the strength of the noise.", name="noise")
+        page.section("Noise").figure(
+            drawn, "Ratio of the words that the server reads, for each strength of the noise.", name="noise"
+        )
     if audit.private:
         section = page.section("Texts").text(MARKS)
         for row in attacked:

@@ -19,15 +19,14 @@ THREAT = {
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
     "gradients. The output of the first block's attention shows which words form a "
-    "sentence; in a causal model the sentence grows from left to right. The gradients of "
-    "the second block test each sentence. The true sentences are not used. The last layer's "
-    "gradients reveal the words that are targets but not inputs (the last word of a "
-    "sentence, masked words)",
+    "sentence. In a causal model, the attack builds each sentence from left to right. The attack tests each "
+    "sentence with the gradients of the second block. It does not use the true sentences. Some words are targets but "
+    "not inputs (the last word of a sentence, masked words); the last layer's gradients reveal these words",
 }
 """The attacker of this audit."""
 
 GATE = (
-    "The gate fails if a sentence exceeds the limit, even if the audit was stopped. Everything else is "
+    "The gate fails if a sentence exceeds the limit, even if the audit was stopped. In all other cases the gate is "
     "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )
 
@@ -43,7 +42,7 @@ batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
 at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise
-multiplier of 0.5 or more bounds every attack. Clipping alone does not.
+multiplier of 0.5 or more bounds every attack. Clipping alone bounds no attack.
 """
 
 SHOWN = 16
@@ -80,11 +79,11 @@ def page(audit: TextAudit) -> Page:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
-        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens "
-        "known to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked "
-        "among candidates: sentences recovered completely, or identified with certainty among candidates "
-        "that differ in one word. A dash instead of seconds means that the row has the same result as the row "
-        "above."
+        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
+        "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked "
+        "among candidates: sentences recovered completely, or identified (with a probability above 99 %) among "
+        "candidates that differ from the true sentence in one word. A dash in the column of seconds means that the row "
+        "has the same result as the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
@@ -97,11 +96,11 @@ def page(audit: TextAudit) -> Page:
 
 
 SYSTEMS = (
-    "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients "
-    "of the first attention's inputs. Tokens seen: the rank of the gradients after the first attention; there "
-    "the same word in two contexts counts twice. Candidates: the pairs of a word and a position that agree with "
-    "the gradients of the first block. For a causal model, candidates are the beginnings of sentences that agree "
-    "with the gradients of the second block."
+    "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the "
+    "query, key and value weights in the first block. Tokens seen: the rank of the gradients of the weights that "
+    "follow the first attention. There, the same word in two contexts counts twice. Candidates: the pairs of a word "
+    "and a position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
+    "sentences that fit the gradients of the second block."
 )
 
 

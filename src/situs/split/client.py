@@ -242,7 +242,7 @@ class Client:
 
     def _packed(self, z: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         if not finite(z):
-            raise SitusError(f"the features of step {self.step} are not finite, so they are not sent")
+            raise SitusError(f"the features of step {self.step} contain NaN or infinite numbers, so they are not sent")
         return {"z": self._to_wire(z)} | ({} if mask is None else {"mask": mask.cpu()})
 
     def _expected(self, z: Tensor, shape: Sequence[int]) -> Expected:
@@ -276,4 +276,7 @@ class RemoteText:
                 if error.code != "length":
                     raise
             start, z = 0, torch.cat(self.rows, dim=1)
-        raise SitusError(f"the server lost this text {READ_AGAIN} times in a row", field="server")
+        raise SitusError(
+            f"the server lost the state of this text {READ_AGAIN} times in a row, so it is not continued",
+            field="server",
+        )

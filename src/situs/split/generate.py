@@ -77,7 +77,8 @@ class Writer:
         words = self.backbone.input.words
         if unknown := [number for number in ids if not 0 <= number < words]:
             raise SitusError(
-                f"the prompt has the token {unknown[0]}, but the model knows only 0 to {words - 1}", field="generate"
+                f"the prompt contains the id {unknown[0]}, but the model knows only the ids 0 to {words - 1}",
+                field="generate",
             )
         return self._tokens(ids, max_tokens, temperature, torch.Generator().manual_seed(seed))
 
@@ -149,7 +150,7 @@ def open_writer(
     if call is not None and (Path(source) / FACTS).is_file():
         if defence != "none":
             raise SitusError(
-                f"{source}: its tokens are hidden by the defence of its training; do not give a defence",
+                f"{source}: this run uses the defence of its training; leave the defence out",
                 field="defence",
             )
         with open_split(source, call, key=key, device=device) as model:
@@ -158,11 +159,13 @@ def open_writer(
             yield _at_server(model, entrance.client, entrance.cut)
         return
     if is_locked(source) and key is None:
-        raise SitusError(f"{source}: is locked: give its key", field="key")
+        raise SitusError(f"{source}: is locked; give its key", field="key")
     unlock = unlocking(key, withheld) if key is not None and is_locked(source) else None
     model = open_model(source, unlock=unlock, device=device)
     if not model.backbone.next_words:
-        raise SitusError(f"{model.name}: has no head for the next word, so it generates no text", field="generate")
+        raise SitusError(
+            f"{model.name}: has no head that predicts the next word, so it generates no text", field="generate"
+        )
     veil = parse_veil(defence)
     if veil.kind not in ("none", "noise"):
         raise SitusError(
@@ -208,7 +211,8 @@ def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key |
     if digest(state, side_names(method, "server")) != welcome.digest:
         reason = f"{model.name}: the server's blocks come from other weights"
         raise SitusError(
-            f"{reason}; start the server from the same model (from the locked folder if it is locked)", field="server"
+            f"{reason}; start the server from the same model (from the locked folder if the model is locked)",
+            field="server",
         )
     cut(method, "client")
     return entrance
@@ -225,7 +229,7 @@ def _entrance(model: Model, veil: Veil, key: Key | None, hiding: Hiding) -> Cut:
 def choose(logits: Tensor, temperature: float, chance: torch.Generator) -> int:
     """One word by its logits [V]: the most probable, or one drawn by softmax(logits / temperature)."""
     if not finite(logits):
-        raise SitusError("the blocks' output gives logits that are not finite", field="server")
+        raise SitusError("the logits computed from the server's output contain NaN or infinite numbers", field="server")
     if not temperature:
         return int(logits.argmax())
     precise = logits.to("cpu", torch.float64)  # a low temperature would overflow in float32

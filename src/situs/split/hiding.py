@@ -96,7 +96,7 @@ def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
     if not hiding.secret:
         return None
     if key is None and not (run / KEY).exists():
-        raise SitusError(f"{run}: does not contain its key {hiding.key_id}: give the key", field="key")
+        raise SitusError(f"{run}: does not contain the key {hiding.key_id} of its training; give this key", field="key")
     chosen = load_key(run / KEY) if key is None else as_key(key)
     if chosen.id != hiding.key_id:
         raise SitusError(f"{run}: was trained with the key {hiding.key_id}, but this key is {chosen.id}", field="key")

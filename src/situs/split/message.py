@@ -92,7 +92,9 @@ def encode(message: Message) -> Iterator[bytes]:
     notes = {"situs": str(VERSION), "kind": message.kind, "facts": json.dumps(message.facts, allow_nan=False)}
     head = make_header(specs, notes).raw
     if len(head) > LARGEST_HEADER:
-        raise SitusError(f"a message header of {len(head):,} bytes: at most {LARGEST_HEADER:,} are allowed")
+        raise SitusError(
+            f"a message has a header of {len(head):,} bytes, but at most {LARGEST_HEADER:,} bytes are allowed"
+        )
     waiting, free = [memoryview(head)], CHUNK - len(head)
     for tensor in tensors.values():
         data = bytes_of(tensor)
@@ -124,17 +126,19 @@ class Opening:
 def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
     """Reads a message's header out of its first chunk."""
     if len(chunk) < 8:
-        raise RefusedError(f"a message of {len(chunk)} bytes: too short for a header")
+        raise RefusedError(f"the message has {len(chunk)} bytes, too few for a header")
     length = int.from_bytes(chunk[:8], "little")
     if length > LARGEST_HEADER or length + 8 > len(chunk):
         raise RefusedError(
-            f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: the whole header must be in that chunk"
+            f"the header has {length:,} bytes, but the first chunk has only {len(chunk):,} and must contain the header"
         )
     try:
         header = parse_header(bytes(chunk[: 8 + length]), "the message")
         notes = header.notes
         if (version := notes.get("situs")) != str(VERSION):
-            raise RefusedError(f"a message of version {version!r:.20}: this Situs uses version {VERSION}", "version")
+            raise RefusedError(
+                f"the message has the version {version!r:.20}, but this Situs uses version {VERSION}", "version"
+            )
         kind, facts = notes.get("kind"), json.loads(notes.get("facts", ""))
     except RefusedError:
         raise
@@ -142,7 +146,7 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
         reason = str(error) if isinstance(error, SitusError) else "the message's facts are not valid JSON"
         raise RefusedError(reason[:300]) from None
     if kind is None or kind not in kinds or not isinstance(facts, dict):
-        raise RefusedError(f"a message of the kind {kind!r:.40}: must be {', '.join(kinds)}")
+        raise RefusedError(f"the message is of the kind {kind!r:.40}, but must be {', '.join(kinds)}")
     return Opening(kind, facts, header, memoryview(chunk)[8 + length :])
 
 
@@ -170,20 +174,22 @@ class Body:
     def add(self, chunk: bytes | memoryview) -> None:
         end = self.at + len(chunk)
         if end > len(self.data):
-            raise RefusedError(f"a message longer than the {len(self.data):,} bytes that its header states")
+            raise RefusedError(f"the message is longer than the {len(self.data):,} bytes that its header states")
         self.data[self.at : end] = chunk
         self.at = end
 
     def message(self) -> Message:
         """The complete message. Numbers that are not finite are refused."""
         if self.at != len(self.data):
-            raise RefusedError(f"a message that ends after {self.at:,} of {len(self.data):,} bytes")
+            raise RefusedError(f"the message ends after {self.at:,} of {len(self.data):,} bytes")
         tensors, at = {}, 0
         for spec in self.opening.header.tensors:
             tensors[spec.name] = tensor = _tensor(self.data, at, spec)
             at += spec.size
             if tensor.is_floating_point() and not finite(tensor):
-                raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} is not finite", "finite")
+                raise RefusedError(
+                    f"a message of the kind {self.opening.kind}: {spec.name} contains NaN or infinite numbers", "finite"
+                )
             if spec.dtype == "BOOL" and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
                 raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} must be true or false")
         return Message(self.opening.kind, self.opening.facts, tensors)
@@ -217,7 +223,9 @@ def unpacked(message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     z, mask = message.tensors["z"], message.tensors.get("mask")
     if mask is not None and (mask.shape != z.shape[:2] or not bool(mask.any(dim=1).all())):
         raise RefusedError(
-            f"a mask of {list(mask.shape)}: must be {list(z.shape[:2])}, with at least one token in each sample"
+            f"the mask has the shape {list(mask.shape)}; it must have the shape {list(z.shape[:2])}, and at least "
+            "one token "
+            "in each sample"
         )
     return (z.to(dtype) if message.facts.get("wire") is not None else z), mask
 

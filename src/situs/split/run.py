@@ -148,12 +148,12 @@ def _check(config: RunConfig) -> None:
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
         field = "dp" if config.dp.on else "tuning.parts"
         raise SitusError(
-            f"{field}: leave it out, because split training trains every weight and has no DP-SGD", field=field
+            f"{field}: leave this field out, because split training trains every weight and has no DP-SGD", field=field
         )
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     if distributed.world() > 1:
-        raise SitusError("split training runs on one rank: start a single client")
+        raise SitusError("split training runs in one process, but torchrun has started several; start a single client")
 
 
 @dataclass
@@ -186,9 +186,9 @@ class _Training:
                 if not rewinds:
                     raise SitusError(
                         f"client and server went back to a checkpoint {MAX_REWINDS} times without "
-                        f"completing a step: {error}"
+                        f"completing a step; the last error: {error}"
                     ) from None
-                note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
+                note(f"the server restarted at step {client.step}: both continue from their newest common checkpoint")
                 method = self._method()
                 continue
             except GoneError as error:

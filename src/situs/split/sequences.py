@@ -65,10 +65,10 @@ class Sequences:
         z = message.tensors["z"].to(blocks.dtype)
         total = start + z.shape[1]
         if total > most:
-            raise RefusedError(f"sequence {name} would have {total:,} tokens: this server takes at most {most:,}")
+            raise RefusedError(f"sequence {name} would have {total:,} tokens, but this server takes at most {most:,}")
         if (needed := total * blocks.token_bytes) > self.nbytes:
             raise RefusedError(
-                f"sequence {name} would need {needed:,} bytes on the server: at most {self.nbytes:,} are allowed"
+                f"sequence {name} would need {needed:,} bytes on the server, but at most {self.nbytes:,} are allowed"
             )
         self._kept.pop(name, None)  # an error while it is computed leaves half a sequence
         self._make_room(needed)

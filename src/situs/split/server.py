@@ -191,7 +191,7 @@ class Server:
         if session is not None and session.owner != owner:
             raise RefusedError(f"the session {name} belongs to another client", "owner")
         if session is not None and reads != (session.folder is None):
-            raise RefusedError(f"the session {name} is open for {'training' if reads else 'reading'}")
+            raise RefusedError(f"the session {name} is open for {'training' if reads else 'use without training'}")
         if session is None:
             self._evict_for(owner)
             session = self._open_reading(name, owner) if reads else self._open(name, owner)
@@ -259,7 +259,7 @@ class Server:
 
     def _open_reading(self, name: str, owner: str) -> Session:
         if (self.out / "sessions" / name).exists():
-            raise RefusedError(f"the session {name} is a training")
+            raise RefusedError(f"the session {name} belongs to a training, so it cannot generate text")
         if self.fixed is None:
             self.fixed = self._new_blocks()
         return Session(name, owner, self.fixed, None, self._sequences())

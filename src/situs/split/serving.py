@@ -59,11 +59,16 @@ def served_method(config: RunConfig, say: Callable[[str], None] = lambda _: None
         names = server_names(backbone)
         missing = sorted(names & {f"model.{name}" for name in absent})
         if missing:
-            raise SitusError(f"{config.init}: {missing[0]} is withheld, so the server lacks that block", field="init")
+            raise SitusError(
+                f"{config.init}: the lock withholds {missing[0]}, so the server lacks a block", field="init"
+            )
         state = locked.state_dict()
         wrong = [name for name in names if name not in state or state[name].shape != backbone.state_dict()[name].shape]
         if wrong:
-            raise SitusError(f"{config.init}: does not fit {backbone.name}: {min(wrong)}", field="init")
+            raise SitusError(
+                f"{config.init}: does not fit {backbone.name}: {min(wrong)} is missing or has another shape",
+                field="init",
+            )
         backbone.load_state_dict({name: state[name] for name in names}, strict=False)
         say(f"the blocks are those of {config.init}, locked")
     else:

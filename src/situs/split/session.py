@@ -95,7 +95,7 @@ class Session:
 
     def _check_kind(self, kind: str) -> None:
         if self.folder is None and kind not in READING:
-            raise RefusedError(f"{kind}: a session for reading accepts only {', '.join(READING)}")
+            raise RefusedError(f"{kind}: a session without training accepts only {', '.join(READING)}")
         if kind == "extend" and not self.blocks.backbone.causal:
             raise RefusedError(f"{self.blocks.backbone.name} cannot continue a sequence: {NOT_CAUSAL}")
 
@@ -103,7 +103,7 @@ class Session:
         self._check_kind(message.kind)
         if message.kind in READING:
             if message.facts.get("commit") is not None:
-                raise RefusedError(f"{message.kind}: carries no commit")
+                raise RefusedError(f"a message of the kind {message.kind} must not carry a commit")
             return self._read(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
         key = message.kind, step, part
@@ -154,22 +154,21 @@ class Session:
             early = coming and (step == self.step or (step == self.step + 1 and ready))
             raise RefusedError(
                 f"the message {kind} of step {step}, part {part}{' with a commit' if carries else ''} arrived while "
-                "this session is at "
-                f"step {self.step} with {self.backwards} of {self.forwards} parts done",
+                f"this session is at step {self.step} with {self.backwards} of {self.forwards} parts done",
                 "early" if early else "step",
             )
 
     def _commit(self, facts: Any, share: Tensor | None) -> None:
         rate, fine = (facts.get("rate"), facts.get("fine")) if isinstance(facts, dict) else (None, None)
         if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE or type(fine) is not bool:
-            raise RefusedError(f"a commit with the rate {rate!r:.20}: must be 0 to {LARGEST_RATE:g}")
+            raise RefusedError(f"the learning rate of a commit is {rate!r:.20}, but must be 0 to {LARGEST_RATE:g}")
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
             raise RefusedError(
-                f"a commit {'without its' if share is None else 'with an unexpected'} clipping factor", "tensors"
+                f"the commit has {'no' if share is None else 'an unexpected'} clipping factor", "tensors"
             )
         if share is not None and not 0 <= float(share) <= 1:
-            raise RefusedError("a commit with a clipping factor outside [0, 1]")
+            raise RefusedError("the clipping factor of the commit is outside [0, 1]")
         self.blocks.commit(float(rate), share, fine=fine)
         self.step, self.forwards, self.backwards = self.step + 1, 0, 0
 
@@ -184,7 +183,10 @@ class Session:
     def _backward(self, message: Message, part: int) -> Message:
         gradient, shape = message.tensors["gradient"], self.blocks.output_shape(part)
         if gradient.shape != shape:
-            raise RefusedError(f"a gradient of shape {list(gradient.shape)} for features of {list(shape)}", "tensors")
+            raise RefusedError(
+                f"the gradient has the shape {list(gradient.shape)}, but the features have the shape {list(shape)}",
+                "tensors",
+            )
         answer = {"gradient": packed(self.blocks.backward(part, gradient), message.facts)}
         self.backwards += 1
         if message.facts.get("last") is True:

@@ -66,10 +66,10 @@ def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
 def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
     page = make_page(audit).render()
     assert make_page(audit).lead.startswith(
-        "An honest server reads 2 of 2 texts word for word, and 100.0 % of the words"
+        "An honest server reads 2 of 2 texts word for word, and 100.0 % of all words"
     )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page
-    assert audit.private and "Words that the server reads, by the strength of the noise" in page
+    assert audit.private and "words that the server reads, for each strength of the noise" in page
     plain = audit.without_pictures()
     assert 'class="words"' not in make_page(plain).render() and not plain.private
     words = json.dumps(audit.numbers())

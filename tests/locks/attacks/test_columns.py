@@ -57,7 +57,7 @@ def test_fixed_rows_are_known_by_their_sorted_values() -> None:
 
 
 def test_another_width_is_refused() -> None:
-    with pytest.raises(SitusError, match=r"23 channels were seen, .*has 24"):
+    with pytest.raises(SitusError, match=r"have 23 channels, .*has 24"):
         recover_columns(PUBLIC.z[..., :23], PUBLIC.z, PUBLIC.fixed)
 
 
@@ -67,7 +67,7 @@ def test_a_server_reads_the_key_of_a_locked_model_off_its_stream() -> None:
     truth = random_keys(groups, torch.Generator().manual_seed(0))
     found = recover_with_activations(backbone, groups, pictures(24).split(1), truth=truth)
     assert (found.attacker, found.right, found.size, found.bits) == ("activations", 24, 24, 0)
-    assert found.cost == "the clear embedding, the blocks' inputs for 12 samples, and 12 other samples"
+    assert found.cost == "the unlocked embedding, the blocks' inputs for 12 samples, and 12 other samples"
     other = random_keys(groups, torch.Generator().manual_seed(1))
     assert recover_with_activations(backbone, groups, pictures(24).split(1), truth=other).right == 24
 

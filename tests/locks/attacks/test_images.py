@@ -125,7 +125,7 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
     from situs.errors import SitusError
 
     backbone = vit(1)
-    with pytest.raises(SitusError, match="no samples"):
+    with pytest.raises(SitusError, match="needs samples"):
         recover_with_samples(backbone, residual_only(backbone.groups()), [], description="nothing")
     assert float(torch.tensor([1e-40]) * 1.0) > 0
 

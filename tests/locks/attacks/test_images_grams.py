@@ -91,7 +91,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
 def test_no_samples_and_an_embedding_that_is_not_there_are_one_sentence(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
     groups = backbone.groups()
-    with pytest.raises(SitusError, match="no samples"):
+    with pytest.raises(SitusError, match="needs samples"):
         clear_side(backbone, groups, [])
     with torch.no_grad():
         for name, parameter in backbone.model.named_parameters():
@@ -202,7 +202,7 @@ def test_the_first_blocks_that_are_left_are_looked_at(model_folder: Callable[[st
     assert torch.equal(left.grams[0]["v"], whole.grams[1]["v"])
     norm = backbone.model.blocks[1].norm1
     assert left.centre is not None and torch.allclose(left.centre, -norm.bias.detach() / norm.weight.detach())
-    with pytest.raises(SitusError, match="no block with known projections"):
+    with pytest.raises(SitusError, match="no block of the locked file has attention or MLP weights"):
         locked_side(backbone, _vectors_only(groups))
 
 

@@ -338,7 +338,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
 
-OPEN, BOUND = "These attackers open the lock", "This is an upper bound, because a better attack may exist"
+OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
 UNJUDGED = "Not judged, because the true key was not given: x"
 NO_PASS = "No strength can be given: inconclusive (not a pass)."
 
@@ -368,12 +368,20 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
     [
         (
             (0,),
-            ["Not run, although anybody could run it", "images (a few unlabelled images or texts)", "No strength"],
+            [
+                "Attackers not run, although anybody could run them",
+                "images (a few unlabelled images or texts)",
+                "No strength",
+            ],
             ["bits", OPEN, BOUND],
         ),
-        ((None,), [UNJUDGED, "Not run, although anybody could run it", "No strength"], ["bits", OPEN, BOUND]),
-        ((768,), ["at most 0 bits", OPEN], ["Not", "No strength", BOUND]),
-        ((), ["No attack was run, so no strength can be given."], ["bits", "Not run"]),
+        (
+            (None,),
+            [UNJUDGED, "Attackers not run, although anybody could run them", "No strength"],
+            ["bits", OPEN, BOUND],
+        ),
+        ((768,), ["at most 0 bits", OPEN], ["Not", "not run", "No strength", BOUND]),
+        ((), ["No attack was run, so no strength can be given."], ["bits", "not run"]),
     ],
 )
 def test_the_verdict_where_an_attacker_who_applies_did_not_try(

@@ -46,8 +46,8 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "Its features reveal the position of a patch" in said
     last = audit.probed.readings[OWN][-1]
     assert f"{100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
-    assert "comes only from the position embeddings" in said
-    assert "If 50 % of the patches are shuffled, the CLS token moves by" in said  # 15 % of 12 is one, which cannot be
+    assert "only from the position embeddings" in said
+    assert "If 50 % of the patches are shuffled, the CLS token changes by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks are permutation equivariant" in said
 
@@ -111,7 +111,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     assert all(f"{condition}: error" in text for condition in ("own", "removed", "shuffled"))
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
-    assert "a linear reader predicts the position of" in text
+    assert "which predicts the position of" in text
     assert "situs audit gradients" in text  # a learned table has a gradient
 
 

@@ -120,7 +120,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(
     assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
     assert text.count("<figure>") == len(pictures)
     assert "pip install 'situs[umap]'" in text
-    assert f"In {looks[0].decoded.folds} folds." in text  # how the errors were made
+    assert f"in {looks[0].decoded.folds} folds." in text  # how the errors were made
     assert text.index("encodes the grid.") < text.index("<table")
     assert "`" not in text.split("</style>")[1]
 
@@ -136,7 +136,7 @@ def test_page_draws_umap_where_it_is_installed(looks: list[TableAnalysis], monke
     assert "pip install" not in text
 
 
-@pytest.mark.parametrize(("dim", "said"), [(16, "least norm"), (12, "hardly enough"), (4, "")])
+@pytest.mark.parametrize(("dim", "said"), [(16, "smallest norm"), (12, "hardly enough"), (4, "")])
 def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
     note = look_at("few", table("noise", dim=dim)).few_places
     assert all(part in note for part in ("`few`", "16 positions", f"{dim} channels")) if said else note == ""

@@ -44,7 +44,7 @@ def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
     with pytest.raises(SitusError, match=r"bob\.pem: cannot be read: no such file"):
         read_credentials(folder, "bob")
     (other / "client.pem").write_bytes((folder / "client.pem").read_bytes())
-    with pytest.raises(SitusError, match="are not a pair"):
+    with pytest.raises(SitusError, match="does not belong to the private key"):
         read_credentials(other, "client")
     (other / "client.key").write_bytes((folder / "client.key").read_bytes())
     with pytest.raises(SitusError, match=r"was not issued by ca\.pem"):
@@ -53,7 +53,7 @@ def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
     with pytest.raises(SitusError, match="other users can read this key"):
         read_credentials(other, "client")
     (other / "server.pem").write_bytes(b"nonsense")
-    with pytest.raises(SitusError, match="no readable certificates"):
+    with pytest.raises(SitusError, match="are not in the PEM format"):
         read_credentials(other, "server")
 
 

@@ -97,7 +97,7 @@ def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
             ({"z": torch.zeros(2, 4)}, "has the shape"),
             ({"z": torch.zeros(2, 3, dtype=torch.float64)}, "F64"),
             ({"z": torch.zeros(2, 3), "more": torch.zeros(1)}, "not expected"),
-            ({"z": torch.full((2, 3), torch.nan)}, "not finite"),
+            ({"z": torch.full((2, 3), torch.nan)}, "NaN or infinite"),
             ({}, "is missing"),
         ):
             answers.clear()

@@ -177,19 +177,19 @@ def _labels(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
 
 ATTACKS: dict[str, LockAttack] = {
     "no-base": LockAttack(
-        "has the locked file, and compares the clear parts of the file with the locked parts",
+        "has the locked file, and compares the unlocked parts of the file with the locked parts",
         "the locked file alone",
         "",
         _no_base,
     ),
     "images": LockAttack(
-        "has the locked file and unlabelled samples, and compares the correlations of clear and locked channels",
+        "has the locked file and unlabelled samples, and compares the correlations of unlocked and locked channels",
         "a few unlabelled images or texts",
         "samples",
         _images,
     ),
     "activations": LockAttack(
-        "runs the locked blocks, sees their inputs, and has the clear embedding and its own samples",
+        "runs the locked blocks, sees their inputs, and has the unlocked embedding and its own samples",
         "the activations of the blocks",
         "samples",
         _activations,
@@ -228,18 +228,19 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 
 
 MEANING = """
-Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels that are
-still wrong, for an attacker who knows which channels are wrong. If most channels are right, bits left is the log2 of
-the number of swaps that repair the wrong channels one after another. Bits left is 0 if two conditions hold: the attack
-restored the accuracy without the key, and on the test set the accuracies of the locked and the unlocked model differ by
-two standard errors or more. J measures, without the key, how well the locked and the unlocked part agree. If a search
-fails, J is as low as for searches from random starts. Inner groups (MLP units, heads and their channels) are not
-counted, because their permutation does not change the function.
+Bits left is the log2 of the number of keys that the attacker must still try (at most 256, the length of the key). We
+assume that the attacker knows which channels are wrong. It must then try the possible orders of these channels. If most
+channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left is 0 if the attack
+restored the accuracy without the key. This is judged only if the accuracies of the locked and the unlocked model on the
+test set differ by two standard errors or more. J is the score of a search without the true key. J measures how well the
+correlations of the locked channels agree with those of the unlocked channels. The J of a failed search is as low as the
+J of searches from random starts. Inner groups (MLP units, heads and their channels) are not counted, because their
+permutation does not change the function.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
-    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
-    False: "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less than these.",
+    False: "A better attack may exist, so the strength may be lower. A lock is obfuscation, not encryption.",
 }
 """Whether no bit is left -> what the strength means."""
 
@@ -343,7 +344,10 @@ class LockAudit(Result):
         else:
             tried = "; ".join(result.attacker for result in results if result.bits is not None)
             most = f"The strength is at most {strength:.0f} bits (of 256)"
-            sentences += [f"{most}, the fewest that any of these attackers leaves: {tried}.", _MEANS[strength == 0]]
+            sentences += [
+                f"{most}, the fewest bits that any of these attackers leaves: {tried}.",
+                _MEANS[strength == 0],
+            ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
             sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
@@ -369,8 +373,8 @@ class LockAudit(Result):
             )
         if self.missing and strength is None:
             names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(self.missing))
-            reason = "the strength depends on it" if "public-base" in self.missing else "anybody could run it"
-            sentences.append(f"Not run, although {reason}: {names}.")
+            reason = "the strength depends on them" if "public-base" in self.missing else "anybody could run them"
+            sentences.append(f"Attackers not run, although {reason}: {names}.")
         return sentences
 
     def summary(self) -> Summary:
@@ -405,7 +409,7 @@ class LockAudit(Result):
             amounts = [float(each.attacker.split(", ")[1].removesuffix(" ×")) for each in drifted]
             line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
-            caption = "Share of the key recovered by linear assignment, for each amount of noise on the base."
+            caption = "Share of the key that linear assignment recovers from a noisy base, for each amount of noise."
             title = "The drift of the base"
             figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))
         return figures
@@ -536,7 +540,7 @@ def _chosen(
     if len(samples) > 1:
         both = ", ".join(f"{name}={path}" for name, path in samples.items())
         names_of = " or ".join(samples)
-        raise SitusError(f"{both}: a model takes either {names_of}; give one of them", field=tuple(samples))
+        raise SitusError(f"{both}: a model has only one kind of input; give {names_of}", field=tuple(samples))
     return names
 
 
@@ -557,8 +561,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed (encrypted); give the owner's key to attack the locked weights inside. "
-            "Anyone who runs the model has these weights",
+            f"{locked}: is sealed (encrypted), and the attacks need the locked weights inside; give the owner's key. "
+            "The audit assumes that the attacker runs the model and thus has these weights",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

@@ -69,7 +69,9 @@ def recover_columns(seen: Tensor, public: Tensor, fixed: Tensor) -> Columns:
     fixed: [p, D], those prefix tokens, the same for every input; p may be 0.
     """
     if seen.shape[-1] != public.shape[-1] or fixed.shape[-1] != public.shape[-1]:
-        raise SitusError(f"{seen.shape[-1]} channels were seen, but the public embedding has {public.shape[-1]}")
+        raise SitusError(
+            f"the observed features have {seen.shape[-1]} channels, but the public embedding has {public.shape[-1]}"
+        )
     seen, public, fixed = seen.double().cpu(), public.double().cpu(), fixed.double().cpu()
     prefix, others = split_prefix(seen, fixed)
     ours, theirs = _Channels.of(others), _Channels.of(public[:, len(fixed) :].flatten(0, 1))
@@ -93,7 +95,7 @@ def recover_with_activations(
         raise SitusError("attacker=activations: needs the true key, to compute what the server sees", field="key")
     if len(samples) < 2:
         raise SitusError(
-            "attacker=activations: needs at least two samples: one of the client and one of the server", field="count"
+            "attacker=activations: needs at least two samples, one for the client and one for the server", field="count"
         )
     began = time.perf_counter()
     first, _ = entrance_and_exit(groups)
@@ -107,7 +109,7 @@ def recover_with_activations(
     keys = {group.name: identity(group.size) for group in groups} | {first: columns.q}
     client = len(samples) // 2
     others = counted(len(samples) - client, "other samples")
-    cost = f"the clear embedding, the blocks' inputs for {counted(client, 'samples')}, and {others}"
+    cost = f"the unlocked embedding, the blocks' inputs for {counted(client, 'samples')}, and {others}"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 

@@ -301,7 +301,9 @@ class _Moments:
     def covariances(self) -> tuple[Tensor, Tensor]:
         """Covariance of all tokens, and of the means of the places; their difference is the covariance at a place."""
         if not self.counts.numel():
-            raise SitusError("the attack images: the data of the attacker has no samples", field=("images", "texts"))
+            raise SitusError(
+                "attacker=images: needs samples, but the given images or texts contain none", field=("images", "texts")
+            )
         mean, count = self.mean(), self.counts.sum()
         offsets = self.sums / self.counts[:, None] - mean
         return self.square / count - torch.outer(mean, mean), (offsets.T * self.counts) @ offsets / count
@@ -375,7 +377,9 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:
             projections = blocks.setdefault(block, {})
             projections[f"{role} again" if role in projections else role] = values, bias  # a gated MLP has two "up"
     if not blocks:
-        raise SitusError("the locked file has no block with known projections, so there is nothing to attack")
+        raise SitusError(
+            "no block of the locked file has attention or MLP weights of a known layout, so there is nothing to attack"
+        )
     chosen = list(blocks.values())[:BLOCKS]
     grams = [{role: values @ values.T for role, (values, _) in block.items()} for block in chosen]
     return LockedSide(grams, *_clues(chosen[0], *first_norm(state, residual_only(groups)[0])))

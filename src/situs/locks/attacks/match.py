@@ -135,7 +135,9 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
             for what, state in (("the locked model", locked), ("the base", base)):
                 if member.tensor not in state:
                     raise SitusError(
-                        f"{member.tensor}: {what} has no such tensor, so the two are different models", field="base"
+                        f"{member.tensor}: {what} has no such tensor, so the locked model and the base are different "
+                        "models",
+                        field="base",
                     )
             shapes = tuple(locked[member.tensor].shape), tuple(base[member.tensor].shape)
             if shapes[0] != shapes[1]:

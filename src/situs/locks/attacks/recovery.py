@@ -107,7 +107,7 @@ def bits_left(size: int, right: int) -> float:
     so exchanges can be tried one by one, r (r - 1) / 2 of them for each of at most r - 1 channels.
     """
     if not 0 <= right <= size:
-        raise SitusError(f"right={right}: must be in [0, {size}]")
+        raise SitusError(f"right={right}: the number of right channels must be in [0, {size}]")
     wrong = size - right
     orders = math.lgamma(wrong + 1) / math.log(2)
     if 2 * right <= size or wrong < 2:
@@ -124,7 +124,7 @@ def judged(
     """
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("these groups have no key for the residual channels, so there is no lock to attack")
+        raise SitusError("no key permutes the residual channels of this model, so there is no lock to attack")
     recovery = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
         return recovery

@@ -54,7 +54,9 @@ COVER = (
 MEANING = """
 Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key permutes the channels
 and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
-and over optimiser steps, with and without the permutation. The numbers are the largest relative differences.
+and over optimiser steps, once with and once without the permutation. The two results must agree. The numbers are the
+largest relative differences between them. "Needs keyed weights" means that the law holds only if the key has permuted
+the weights. "Refused" means that the law does not hold.
 """
 
 
@@ -139,10 +141,10 @@ class Verification(Result):
         )
         holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)
-        worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
+        worst = f"the largest error of a law that holds is {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
-            f"Relative errors in float64: {worst}, tolerance {self.tolerance:.0e}; "
-            f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",
+            f"Relative errors: in float64 {worst} (tolerance {self.tolerance:.0e}). "
+            f"In {self.dtype} the tolerance is {self.own_tolerance:.0e}.",
             (Table(self.model, header, around), *([modules] if inside else [])),
             () if self.control is None else (control,),
             ((f"{holding} of {len(self.findings)}", "checks in which the law holds without keyed weights"),),
@@ -238,7 +240,7 @@ def verify(
         around = "the final norm and the head are not locked"
         findings = (
             _embedding(backbone, sample),
-            Finding("embed", "column", "refused", f"{convolution}: it is clear"),
+            Finding("embed", "column", "refused", f"{convolution}: it is not locked"),
             _rows(backbone, measured.get("row", ({}, {})), leaves, limits),
             _columns(measured, control, reason, leaves, limits),
             *_inner(groups, measured, limits),
@@ -303,9 +305,9 @@ def _columns(
     elif control is None or control <= limits[0]:
         why = "a key that leaves out one axis also passes the test"
     elif clear <= limits[0]:
-        status, why = "holds", "even with clear weights"
+        status, why = "holds", "even with unlocked weights"
     else:
-        status, why = "needs keyed weights", f"with clear weights the error is {clear:.1g}"
+        status, why = "needs keyed weights", f"with unlocked weights the error is {clear:.1g}"
     return Finding("blocks", "column", status, why, *errors)
 
 

@@ -35,13 +35,14 @@ def check_input(backbone: Backbone, x: Any) -> None:
     """Refuses inputs that are no tensor, empty, of the wrong kind, or ids outside the vocabulary."""
     if x is None or "tokens" in backbone.refusals:
         return
-    kind = "ids [B, N], integers" if backbone.input.shape is None else "images [B, C, H, W], floating point"
+    kind = "integer ids [B, N]" if backbone.input.shape is None else "floating-point images [B, C, H, W]"
     if not isinstance(x, Tensor):
-        raise SitusError(f"x is a {type(x).__name__}: {backbone.name} takes a tensor of {kind}")
+        raise SitusError(f"x is a {type(x).__name__}, but {backbone.name} takes a tensor of {kind}")
     if not x.numel() or x.is_floating_point() == (backbone.input.shape is None):
-        raise SitusError(f"x is {list(x.shape)} of {x.dtype}: {backbone.name} takes {kind}")
+        raise SitusError(f"x has the shape {list(x.shape)} and the dtype {x.dtype}, but {backbone.name} takes {kind}")
     if backbone.input.shape is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
-        raise SitusError(f"x contains ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
+        largest = backbone.model.config.vocab_size - 1
+        raise SitusError(f"x contains ids that {backbone.name} does not know; allowed: 0 to {largest}")
 
 
 def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:

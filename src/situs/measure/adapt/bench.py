@@ -251,7 +251,7 @@ def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> It
                     stepper.update(batch, When(step=step, epoch=epoch, progress=step / total), rate, ragged=False)
                 step += 1
                 if step == total and bool(stepper.flags[0]):
-                    raise SitusError("the loss is not finite", field="data")
+                    raise SitusError("the loss is NaN or infinite", field="data")
                 yield step
                 if step == total:
                     break

@@ -26,6 +26,7 @@ from situs.measure.adapt.bench import DECAYS, LOOKS, Bench, part_of, updates
 from situs.measure.adapt.ways import (
     FOLDS,
     PARTS,
+    START,
     Adapted,
     Initial,
     TriedWay,
@@ -86,7 +87,8 @@ def adapt_model(
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
         raise SitusError(
-            "unlabelled: has no effect without a pretraining method; set method", field=("unlabelled", "method")
+            "unlabelled: is used only for pretraining; also set method to a pretraining method",
+            field=("unlabelled", "method"),
         )
     check_target(out)
     ranks = distributed.start(device)
@@ -180,13 +182,13 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
     full, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
     long = (
-        f"At {full} pixels computing the frozen features alone takes about {_clock(seconds)}. The time limit for "
+        f"At {full} pixels, the frozen features alone take about {_clock(seconds)} to compute. The time limit for "
         f"everything is {limit / 60:g} min"
     )
     if patches == [*grid]:
-        return None, f"{long}. More minutes help."
+        return None, f"{long}; allow more minutes."
     if not any_size:
-        return None, f"{long}. Smaller images (img_size={height}) or more minutes help."
+        return None, f"{long}; allow more minutes, or use smaller images (img_size={height})."
     return (height, width), f"{long}, so the images are reduced to {size} pixels (img_size sets another size)."
 
 
@@ -215,7 +217,7 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
             raise
         data, test = replace(data, held_out=0.0), None
         train = open_source(data)
-        remarks = [f"There are not enough {train.things} to hold some out for testing, so nothing was tested."]
+        remarks = [f"The data has too few {train.things} to hold some out for testing, so the model was not tested."]
     if train.classes is None or train.target != "label":
         raise SitusError(f"{train.name}: has no labels, but adapt needs one class per sample", field="data")
     if len(train.classes) < 2:
@@ -245,7 +247,7 @@ def check_classes(bench: Bench) -> None:
     if not counts.all():
         none = [classes[at] for at in (counts == 0).nonzero()[:, 0].tolist()]
         few = ", ".join(map(repr, none[:3])) + (", …" if len(none) > 3 else "")
-        raise SitusError(f"{name}: {counted(len(none), 'classes')} without training samples ({few})", field="data")
+        raise SitusError(f"{name}: has {counted(len(none), 'classes')} without training samples ({few})", field="data")
 
 
 def _one_class(source: Source) -> SitusError:
@@ -290,7 +292,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "Situs then always chooses the class means of the given weights"
+            rule = f"In this case Situs always chooses the frozen start ({START})"
             return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
@@ -321,7 +323,7 @@ class Search:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
             remarks.append(
-                f"{why} before these recipes were finished: {missing}. The chosen recipe is one of the others."
+                f"{why} before these recipes were finished: {missing}. The recipe was chosen among the finished ones."
             )
             self.say(f"{remarks[-1]} Press Ctrl-C again to end without a model.")
         return remarks
@@ -410,7 +412,7 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
             beside = f"its {shown} is {percent(new, 2)} instead of {percent(old, 2)}, on {test.count:,} samples"
-            return [f"On the test split the chosen model is worse than the class means on the given weights: {beside}."]
+            return [f"On the test split, the chosen model is worse than the frozen start ({START}): {beside}."]
     return []
 
 

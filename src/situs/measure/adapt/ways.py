@@ -127,14 +127,16 @@ def balanced(right: Tensor, labels: Tensor) -> float:
     return gain(right, torch.zeros_like(right), labels)[0] if (~right.isnan()).any() else float("nan")
 
 
+START = "class means on the features of the given weights"
+
 ADAPT = """
 A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
 split: it is fitted to all folds but one, and classifies the images of the remaining fold. A recipe that trains the
-model may have been tested on fewer folds; it is then compared on the images of these folds only. The simplest recipe
-comes first. A later recipe is chosen instead of an earlier recipe if its balanced accuracy is higher by more than one
-standard error (±) of the difference, because a smaller difference may be chance. kNN is shown for comparison and never
-chosen, because a head cannot represent kNN. Each training was stopped at the update that was best on the folds. The
-chosen recipe was then fitted to all labels. The test split was not used for these decisions.
+model may have been tested on fewer folds. It is then compared with other recipes only on the images of these folds. The
+simplest recipe comes first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard
+error (±) of the difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a
+head cannot represent kNN. For each trained recipe, the number of updates is the number with the best result on the
+folds. The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
 """
 
 
@@ -175,9 +177,9 @@ class Adapted(Result):
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 reason = ", because no other recipe that was tried is better by more than one standard error"
-                text += f"The chosen model is the frozen start (class means on the given weights){reason * others}."
+                text += f"The chosen model is the frozen start ({START}){reason * others}."
             else:
-                text += f"The frozen start (class means on the given weights) recognises {percent(self.start.top1)}."
+                text += f"The frozen start ({START}) recognises {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start
             rows = [
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),
@@ -191,8 +193,8 @@ class Adapted(Result):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of the ways."""
-        against, tested_on = "balanced, against the chosen, %", f"{self.provenance.things} tested"
-        header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
+        against, tested_on = "balanced, minus the chosen recipe's, %", f"{self.provenance.things} tested"
+        header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "best number of updates", "chosen"]
         rows: list[list[Any]] = []
         for trial in self.tried:
             tested = ~trial.right.isnan()

@@ -32,12 +32,12 @@ POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 GRID = """
-The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of the visible patches has no position. Each
-patch without a position carries the same vector, which the run learned. The run's position head predicts which of the N
-positions each patch without a position came from. The numbers are the top-1 accuracy over these patches.
+The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of the visible patches has no position. These
+patches all get the same learned vector instead of a position. The run's position head predicts which of the N positions
+each of these patches came from. The numbers are the top-1 accuracy over these patches.
 
 With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. A cell is one
-pair of γ and γ_pos. The mean counts every cell once, as the paper does.
+pair of γ and γ_pos. The mean gives all cells the same weight, as in the paper.
 """
 CURVE = """
 No patch has a position. A share η of the patches are only queries: they attend to the other patches, but no patch

@@ -279,19 +279,19 @@ CONDITIONS = {
 }
 MEANING = """
 Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
-and tested on the other half. One reader is a ridge regression to row and column. The other reader is a linear
-discriminant over all positions. With the positions removed, only the content of the patches is left. With the patches
-shuffled, a reader can use only the positions. A linear reader gives a lower bound: another reader, or more samples, may
-find more. The regression on the position embeddings is tested on positions that it was not fitted on. The readers of
-the features were fitted on every position, but on other samples.
+and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
+linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
+With the patches shuffled, a reader can use only the position embeddings. A linear reader gives a lower bound: another
+reader, or more samples, may find more. The regression on the position embeddings is tested on positions that it was not
+fitted on. The readers of the features were fitted on every position, but on other samples.
 
-In the test with shuffled patches, the patches inside a block mask are shuffled. γ is the share of patches in the mask.
-Diff.Norm is the mean distance by which the head's input moves. With the mask hidden, the position embeddings stay, so
-they are wrong for the shuffled patches. With the mask known, the patches in the mask lose their positions. `situs
-evaluate consistency` measures this effect in more detail.
+Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
+distance between the head's input before and after the shuffle. With the mask hidden from the model, all position
+embeddings stay, so the shuffled patches have wrong positions. With the mask known, the patches in the mask lose their
+positions. `situs evaluate consistency` measures this effect in more detail.
 
-Permutation equivariance means: if the tokens that enter the blocks are permuted with their rotations, the output is
-permuted in the same way, and the gradients of every weight stay the same.
+Permutation equivariance means: if the tokens before the blocks are permuted (with RoPE, together with their rotations),
+the output is permuted in the same way, and the gradients of all weights stay the same.
 """
 FEATURES = "The position of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -349,7 +349,7 @@ class PositionAudit(Result):
             ("named", "positions predicted right, %", 100, "right", last.blind_right,
              "Share of the patches whose exact position is predicted."),
             ("error", "mean error, patches", 1, "error", last.blind_error,
-             "Mean error of a patch's row and column. A low error means that row and column are known."),
+             "Mean error of the predicted row and column. A low error means that the features reveal the position."),
         ):  # fmt: skip
             series = {
                 CONDITIONS[condition]: (range(len(names)), [scale * getattr(reading, values) for reading in readings])
@@ -464,11 +464,11 @@ def verdict(audit: PositionAudit) -> str:
     if audit.kinds and audit.trained:
         parts = [f"`{audit.name}` encodes its {grid} positions by {' and by '.join(KINDS[k] for k in audit.kinds)}."]
     elif audit.hierarchical:
-        parts = [f"`{audit.name}` adds no positions to its {grid} tokens, but its windows encode some."]
+        parts = [f"`{audit.name}` adds no positions to its {grid} tokens, but its windows partly encode positions."]
     else:
         parts = [f"`{audit.name}` uses no positions: it {'was trained without them' if audit.kinds else 'has none'}."]
     parts += [
-        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column with a mean error of "
+        f"Its {look.table.kind} {grasp(look)}: a linear regression predicts row and column with a mean error of "
         f"{look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]
@@ -485,22 +485,23 @@ def _features(audit: PositionAudit) -> str:
         else "reveal no position to a linear reader"
     )
     return (
-        f"Its features {how}. A linear reader locates {percent(first.right, 0)} of the patches exactly before the "
-        f"blocks, and {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}). The mean "
-        f"error after the final norm is {last.error:.2f} patches (blind guess: {last.blind_error:.2f})."
+        f"Its features {how}. A linear reader finds the exact position of {percent(first.right, 0)} of the patches "
+        f"before the blocks, and of {percent(last.right, 0)} after the final norm (chance: "
+        f"{percent(last.blind_right)}). The mean error after the final norm is {last.error:.2f} patches (blind guess: "
+        f"{last.blind_error:.2f})."
     )
 
 
 def _source(audit: PositionAudit) -> str:
     last = {condition: readings[-1] for condition, readings in audit.probed.readings.items()}
     if REMOVED not in last:
-        return "" if last[OWN].left >= UNSURE else "The features know positions only from the content."
+        return "" if last[OWN].left >= UNSURE else "The features know positions only from the content of the patches."
     content = last[REMOVED].error
     if last[REMOVED].left >= UNSURE:
         return (
-            f"With the positions removed, the error is {content:.2f} patches: a linear reader fitted on "
-            f"{audit.probed.fitted} samples reads no position from the content. What the features know about position "
-            "comes only from the position embeddings."
+            f"With the positions removed, the error is {content:.2f} patches, so a linear reader fitted on "
+            f"{audit.probed.fitted} samples finds no position in the content. The features know positions only from "
+            "the position embeddings."
         )
     return (
         f"From the patches' content alone (positions removed), the error is {content:.2f} patches. From the positions "
@@ -518,7 +519,7 @@ def _answers(audit: PositionAudit) -> str:
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
         return f"Shuffling the patches does not change the {audit.reads}, so the model does not use their order."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
-    text = f"If {shuffled} of the patches are shuffled, the {audit.reads} moves by {far} of its length"
+    text = f"If {shuffled} of the patches are shuffled, the {audit.reads} changes by {far} of its length"
     if row.consistency is None:
         return f"{text}."
     return f"{text}, and {percent(row.consistency, 0)} of the model's answers stay the same."
@@ -552,12 +553,13 @@ def _read_table(audit: PositionAudit) -> Table:
             row += [f"{reading.error:.2f}", *[f"{reading.r2:.3f}"] * (condition == OWN), percent(reading.right)]
         rows.append(row)
     caption = (
-        "The error (in patches) and R² are means of row and column. Exact position: the share of patches whose exact "
-        "position is predicted."
+        "The error (in patches) and R² are averaged over row and column. Exact position: the share of patches whose "
+        "exact position is predicted."
     )
     if audit.hierarchical:
         caption += (
-            " The table has no rows for the single blocks of this model, and the last grid is coarser than the first."
+            " This model merges patches between its stages. The table therefore has no rows for single blocks, and the "
+            "last grid is coarser than the first."
         )
     return Table(FEATURES, header, rows, caption)
 
@@ -588,7 +590,7 @@ def _law_table(audit: PositionAudit) -> Table:
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
             "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. "
-            f"If the server has this embedding and {audit.probed.fitted} other samples, a linear reader predicts the "
-            f"position of {percent(first.right, 0)} of the tokens that are sent."
+            f"A server that has the client's embedding and {audit.probed.fitted} other samples can fit a linear "
+            f"reader, which predicts the position of {percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)

@@ -43,13 +43,15 @@ Lines join neighbouring positions. If the vectors encode the grid, the lines for
 lines form a tangle. The similarity of two positions is the cosine of the angle between their vectors, after the mean
 vector is subtracted.
 
-If the vectors fill few directions, the table encodes little more than the grid. If they fill many directions, the table
-encodes more than the grid, or noise. A table is informative only if positions can be read from it.
+If few principal components explain most of the variance, the table encodes little more than the grid. If many
+components are needed, the table encodes more than the grid, or noise. A table is informative only if positions can be
+predicted from it.
 
-Positions are read by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
-The regression then predicts the positions of this fold. 1-D is the error of the index in reading order. 2-D is the mean
-of the errors of row and column. We assume that Table 8 of the paper uses the same units. On a grid of 14 × 14, an error
-in 1-D is 10 to 14 times the same error in 2-D, and the paper's numbers have this ratio.
+This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
+The regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D
+is the mean of the errors of row and column. We assume that Table 8 of the paper uses the same units. The reason: on a
+grid of 14 × 14, the 1-D error of a prediction is 10 to 14 times its 2-D error, and the paper's numbers have this ratio
+too.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -101,13 +103,13 @@ class TableAnalysis:
         counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
             return (
-                f"{counts}, and therefore many different regressions fit the positions without error. The regression "
-                "of least norm is shown."
+                f"{counts}. Many different regressions therefore fit the positions without error. The regression "
+                "with the smallest norm is shown."
             )
         if count < 2 * channels:
             return (
-                f"{counts}. This is hardly enough, so the regression overfits. For a table without information the "
-                "regression is worse than a blind guess."
+                f"{counts}. These positions are hardly enough, so the regression overfits. For a table without "
+                "information the regression is worse than a blind guess."
             )
         return ""
 
@@ -172,7 +174,7 @@ class PositionTables(Result):
         for look in (*self.looks, *self.references):
             energy = 100 * np.asarray(look.spectrum.energy[:shown])
             series[look.title] = (np.arange(1, len(energy) + 1), energy)
-        caption = "Share of Σσ² in the n largest singular values (MJP's Figure 4)."
+        caption = "Share of the energy Σσ² that is in the n largest singular values σ (MJP's Figure 4)."
         values = (series, "number n of singular values", "accumulated energy, %")
         return [*figures, Figure("energy", caption, "figures.curves", values, section=SPECTRUM)]
 
@@ -193,7 +195,7 @@ class PositionTables(Result):
             drawn.append(figure("umap", caption, sheets, look.sheets(points, ("UMAP, 1st", "UMAP, 2nd")), SHEETS))
         rows, columns, chosen = spread_places((h, w))
         maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
-        some = "" if len(chosen) == h * w else f" Maps are shown for {len(chosen)} positions at equal distances."
+        some = "" if len(chosen) == h * w else f" The figure has maps for {len(chosen)} evenly spaced positions."
         caption = f"each map shows the similarity of all {h} × {w} positions to the ringed position.{some}"
         values = ({look.title: maps}, rows, columns, "cosine similarity")
         drawn.append(figure("cosine", caption, "places.mosaics", values, "Similarity of the positions", limits=(-1, 1)))
@@ -218,17 +220,18 @@ class PositionTables(Result):
                 SPECTRUM,
                 ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
                 [*shares, *TABLE_6],
-                "Variance explained by the k largest components of the centred table, without prefix tokens. The rows "
-                "of MJP's paper are from its Table 6 (models with 14 × 14 positions and 384 channels).",
+                "Variance explained by the k largest principal components of the table, without prefix tokens. The "
+                "rows of MJP's paper are from its Table 6 (models with 14 × 14 positions and 384 channels).",
             ),
             Table(
                 READ,
                 header,
                 errors,
-                f"In {self.looks[0].decoded.folds} folds. The unit of 1-D is one position in reading order; the unit "
-                "of 2-D, row and column is one patch. ± is the standard deviation between folds. A blind guess is "
-                "always the mean position of the other folds. The last column is the share of predictions that round "
-                f"to the true position. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
+                f"Cross-validation in {self.looks[0].decoded.folds} folds. The unit of 1-D is one position in "
+                "reading order; the unit of 2-D, row and column is one patch. ± is the standard deviation between "
+                "folds. A blind guess is the mean position of the other folds. The last column is the share of "
+                "predictions that round to the true position. "
+                f"{' '.join(filter(None, (look.few_places for look in self.looks)))}",
             ),
         ]
 
@@ -292,9 +295,10 @@ def in_words(look: TableAnalysis) -> str:
     most = look.spectrum.components_for(0.9)
     return (
         f"`{look.name}`, {look.table.kind} of {look.shape}: the three largest principal components explain "
-        f"{percent(three)} of the variance; {counted(most, 'components')} explain 90 %. A linear regression reads row "
-        f"and column of a position from its vector with a mean error of {decoded.two.mean:.2f} patches (blind guess: "
-        f"{decoded.chance_two:.2f}), so the {look.table.kind} {grasp(look)}." + (f" {look.note}" if look.note else "")
+        f"{percent(three)} of the variance; {counted(most, 'components')} explain 90 %. A linear regression predicts "
+        f"row and column of a position from its vector, with a mean error of {decoded.two.mean:.2f} patches "
+        f"(blind guess: {decoded.chance_two:.2f}), so the {look.table.kind} {grasp(look)}."
+        + (f" {look.note}" if look.note else "")
     )
 
 

@@ -123,8 +123,8 @@ def evaluate_probe(
 
 MEANING_OF_CLASSES = """
 The backbone is frozen and every sample becomes one vector. A logistic regression on these vectors is fitted to the
-training split; its weight decay is chosen on a part of this split. The numbers are measured on the other split. The
-backbone is not trained, so the probe measures what the representation already separates.
+training split; its weight decay is chosen on a part of this split. The numbers are measured on a split that was not
+used for fitting. The backbone is not trained, so the probe measures how well its features separate the classes.
 """
 
 
@@ -217,14 +217,15 @@ def probe_class(
 
 
 MEANING_OF_PLACES = """
-All patches are visible, but most have lost their position. From the final feature of each patch without a position, a
-linear classifier predicts the position of this patch. The backbone is frozen. The classifier is a logistic regression
-fitted to the training split; its weight decay is chosen on a part of this split. The numbers are measured on the other
-split. For comparison, "error of one guess" is the mean error of always predicting the one best position.
+All patches are visible, but most have lost their position. A linear classifier predicts the position of each patch
+without a position from the final feature of this patch. The backbone is frozen. The classifier is a logistic regression
+fitted to the training split; its weight decay is chosen on a part of this split. The numbers are measured on a split
+that was not used for fitting. "Error of one guess" is the lowest mean error that is possible if one position is
+predicted for all patches.
 
 A model with a high accuracy infers positions from the content of the patches and from the few patches that keep their
-position. DropPos's Table 7 compares the accuracy before and after fine-tuning with labels: if the accuracy rises, the
-task needs positions.
+position. DropPos's Table 7 compares this accuracy before and after fine-tuning with labels. If fine-tuning raises the
+accuracy, its task needs positions.
 """
 
 
@@ -273,7 +274,7 @@ class PositionProbes(Probes[PositionProbe]):
         )
         if len(probes) > 1:
             error = f"the mean error is {last.distance:.2f} patches"
-            sentence += f" With {names[-1]} the share is {percent(last.score.accuracy, 2)} and {error}."
+            sentence += f" With {names[-1]}, {percent(last.score.accuracy, 2)} are predicted right, and {error}."
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]
         rows: list[list[Cell]] = [
@@ -298,10 +299,11 @@ class PositionProbes(Probes[PositionProbe]):
         values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
         highest = max(float(shares_of.max()) for shares_of in maps.values())
         return [
-            Figure("accuracy", "Of the patches without position embeddings: the share whose true position a linear "
-                   "classifier predicts.",
+            Figure("accuracy", "Share of the patches without a position whose true position a linear classifier "
+                   "predicts.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
-            Figure("places", "The share of right predictions for each true position, in the layout of the input.",
+            Figure("places", "The share of right predictions for each true position. Each cell is at its position in "
+                   "the input.",
                    "figures.value_grids", (*values, *labels[:2]),
                    {"limits": (0.0, max(highest, 1.0)), "digits": ".0f", "cell": (0.4, 0.3)}),
         ]  # fmt: skip
@@ -425,8 +427,8 @@ def _behind(backbone: Backbone, device: torch.device) -> Tensor:
 
 MEANING_OF_SEGMENTS = """
 The model is frozen. One linear layer, the same for every patch, gives each patch a logit for each class. The logits are
-upsampled to the image (bilinear). The class with the largest logit is the predicted class of a pixel. The probe
-measures what the patch features already say about the classes in the image.
+upsampled to the size of the image (bilinear). The class with the largest logit is the predicted class of a pixel. The
+probe measures how well the patch features separate the classes in the image.
 """
 PLACES = 4
 """Points along a patch's side at which the layer is fitted."""

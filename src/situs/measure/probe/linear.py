@@ -134,8 +134,8 @@ class Probes(Result, Generic[P]):
         ]  # fmt: skip
         header = ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"]
         caption = (
-            "The weight decay with the highest accuracy on a fifth of the training split was chosen. The classifier "
-            "was then fitted to the whole training split."
+            "A fifth of the training split was held out, and the weight decay with the highest accuracy on this part "
+            "was chosen. The classifier was then fitted to the whole training split."
         )
         return Table("How the weight decay was chosen", header, rows, caption)
 
@@ -308,7 +308,7 @@ def head_of(backbone: Backbone, classes: int) -> nn.Linear:
         if f"{name}.".startswith(HEADS) and isinstance(module, nn.Linear) and module.out_features == classes
     ]
     if len(heads) != 1 or heads[0].bias is None:
-        raise SitusError(f"{backbone.name}: has no single linear classifier to initialise", field="source")
+        raise SitusError(f"{backbone.name}: has no single linear classifier that could be initialised", field="source")
     return heads[0]
 
 

@@ -312,7 +312,7 @@ class Robustness(Result):
                 note = self.caveat or "comparable with published models"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
         if (natural := self.natural) is not None:
-            kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
+            kind = f"{natural.name}, {counted(natural.count, 'images')}; top-1 among its {natural.classes} classes"
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
             rows.append(("ImageNet-A, AURRA", percent(natural.aurra), "mean accuracy over all response rates"))
         if (strange := self.anomalies) is not None:

@@ -75,7 +75,7 @@ def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, ou
         if len(classes) != outputs:
             raise SitusError(
                 f"{what}: has {counted(len(classes), 'classes')}, but the classifier has {outputs} outputs without "
-                "names; give the names of the outputs in their order",
+                "names; give the class name of each output, in the order of the outputs",
                 field="class_list",
             )
         return list(range(outputs))
@@ -140,9 +140,8 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
-            f"{root / name}.npy: must contain uint8 images [5 n, H, W, C], and {_LABELS} labels [5 n], not "
-            f"{images.dtype} "
-            f"{images.shape} and {labels.shape}",
+            f"{root / name}.npy: must contain uint8 images of the shape [5 n, H, W, C], but contains {images.dtype} "
+            f"{images.shape}; {_LABELS} must contain labels of the shape [5 n], and contains {labels.shape}",
             field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)

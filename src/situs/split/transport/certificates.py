@@ -127,11 +127,13 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
         trusted, shown = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:
-        raise SitusError(f"{folder}: no readable certificates in PEM: {str(error)[:120]}", field="tls") from None
+        raise SitusError(
+            f"{folder}: its certificates or its key are not in the PEM format: {str(error)[:120]}", field="tls"
+        ) from None
     _check_time(files[0], trusted)
     _check_time(files[1], shown)
     if private.public_key() != shown.public_key():
-        raise SitusError(f"{files[1]}: and {files[2].name} are not a pair", field="tls")
+        raise SitusError(f"{files[1]}: does not belong to the private key {files[2].name}", field="tls")
     try:
         shown.verify_directly_issued_by(trusted)
     except (ValueError, TypeError, InvalidSignature):

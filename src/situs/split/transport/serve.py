@@ -113,7 +113,7 @@ class Service:
         try:
             if not owner:
                 raise RefusedError(
-                    "this certificate has no common name, by which the server identifies the client", "owner"
+                    "this certificate has no common name, but the server identifies the client by this name", "owner"
                 )
             if self.denied(owner, pem):
                 raise RefusedError("this certificate is refused", "denied")
@@ -238,7 +238,7 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
         port = 0
     if not port:
         raise SitusError(
-            f"{listen}: cannot listen: the port is in use, or this machine has no such address", field="listen"
+            f"{listen}: cannot listen, because the port is in use or this machine has no such address", field="listen"
         )
     await grpc_server.start()
     try:
