@@ -221,7 +221,7 @@ def test_pruned_neurons_are_not_taken_for_changed_ones() -> None:
 
 
 def test_another_architecture_is_refused_in_one_sentence() -> None:
-    with pytest.raises(SitusError, match="another architecture"):
+    with pytest.raises(SitusError, match="a different architecture"):
         check_weights(vit(), small_vit(width=32, num_classes=10))
 
 

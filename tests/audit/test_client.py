@@ -135,7 +135,7 @@ def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, sai
     [
         ("fog", "clip, clip-batch, .*mjp, no-pe-gradient, noise, none"),
         ("noise=1+fog", "fog"),
-        ("clip=1:2:3", "clip has 2 settings"),
+        ("clip=1:2:3", "clip has at most 2 settings"),
         ("fedavg=1.5", "fedavg=1.5: must be a whole number"),
         ("fedavg=2:0", "rate=0.0: must be in"),
         ("accumulate=0", "accumulate=0: must be a whole number"),

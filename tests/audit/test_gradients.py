@@ -99,7 +99,7 @@ def test_a_model_without_an_attack_says_so() -> None:
     found = audit(positions="sincos")
     assert all("fixed or frozen" in str(pair.why("refused")) for pair in found.pairs)
     assert verdict(found).startswith("Assumed: an honest server. No attack of this audit applies")
-    assert "Not attacked does not mean private" in verdict(found)
+    assert "This does not prove privacy" in verdict(found)
     assert findings(found) == {} and found.baselines == {}
 
 
@@ -299,12 +299,12 @@ GUESS = "mean image 11.0 dB, random pair 8.5 dB."
 
 def test_openings() -> None:
     refused = outcome("patchembed", "none", reason="no table")
-    nothing = "The audit was stopped by Ctrl-C before any attack had a result, so this page does not judge the model."
+    nothing = "The audit was stopped by Ctrl-C before any attack had a result, so this page says nothing about privacy."
     assert opening(said_of(refused, undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
-        "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not attacked "
-        "does not mean private. The attack `matching` applies to any model."
+        "No attack of this audit applies to the gradients of this model; the reasons are listed below. This does "
+        "not prove privacy. The attack `matching` applies to any model."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
     assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (

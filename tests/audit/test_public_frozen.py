@@ -84,7 +84,7 @@ def test_an_audit_of_such_a_run_says_what_is_sent_and_never_that_it_is_private(
         assert ("3 of the" in audit.notes.get("left by LoRA", "")) == (parts == "lora")
 
 
-@pytest.mark.parametrize(("rank", "shown"), [(1, "at most 1 of the 5"), (4, "at most 4 of the 5"), (5, "all 5")])
+@pytest.mark.parametrize(("rank", "shown"), [(1, "at most 1"), (4, "at most 4"), (5, "all")])
 def test_a_reader_learns_how_many_directions_lora_shows(rank: int, shown: str) -> None:
     method = victim(TuningConfig("lora", rank=rank))
     inputs, labels = torch.randn(2, 3, 28, 28), torch.tensor([4, 0])
@@ -93,4 +93,4 @@ def test_a_reader_learns_how_many_directions_lora_shows(rank: int, shown: str) -
     every = sum(1 for _ in method.backbone.named_parameters())
     assert notes["sent"].startswith(f"6 of {every} tensors ({numbers:,} numbers), ")
     assert f"2 frozen matrices have a LoRA product of rank {rank}. " in notes["left by LoRA"]
-    assert f"shows {shown} directions" in notes["left by LoRA"]
+    assert f"span 5 directions, and the gradient of each product reveals {shown} of them" in notes["left by LoRA"]

@@ -117,11 +117,11 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     other = [255 - pictures[0]]
     audit = situs.audit_gradients(sent.module, other, upload=sent.gradients, attacks=["patchembed"], fail_above="blind")
     assert audit.ruling.status == ABOVE  # another image is behind it, and that one is certified
-    said = "1 image was recovered byte for byte, but is not in the data: prepare the data as the client did"
+    said = "1 image was recovered byte for byte, but is not in the data; to compare them, prepare the data"
     page, pair, verdict = make_page(audit).render(), audit.pairs[0], audit.summary().sentence
     assert (pair.exact, pair.to_the_byte, pair.others) == (0, 0, 1) and said in verdict and said in page
     assert "No image was recovered" not in page and "of them with the exact byte" not in verdict
-    with pytest.raises(SitusError, match="holds only 1 image, but there are 2 uploads of 1 image each"):
+    with pytest.raises(SitusError, match="has only 1 image, but the audit has 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
 
 

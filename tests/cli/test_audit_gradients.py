@@ -226,7 +226,7 @@ def test_a_model_without_an_attack(
     assert main([*words, *["--model-args.depth", "1"] * ("vit" in model)]) == 0
     shown = capsys.readouterr().out
     assert reason in shown
-    assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
+    assert "No attack of this audit applies" in shown and "This does not prove privacy" in shown
     assert reason in (tmp_path / "gradients.html").read_text()
     assert [p["status"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == ["refused"] * 12
 

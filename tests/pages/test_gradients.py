@@ -263,7 +263,7 @@ def test_what_was_not_measured_has_no_column() -> None:
 
 
 BYTE = "with the exact byte of every pixel"
-ELSE = "recovered byte for byte, but {} not in the data: prepare the data as the client did to compare them"
+ELSE = "recovered byte for byte, but {} not in the data; to compare them, prepare the data as the client did"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def adapt(
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
     for field, value in (("weight", weight), ("table", table)):
         if value is not None and f"model.{value}" not in parameters:
-            raise SitusError(f"{field}={value}: must name a parameter of {backbone.name} ({field})")
+            raise SitusError(f"{field}={value}: {backbone.name} has no parameter of this name ({field})")
     names = [None if value is None else f"model.{value}" for value in (weight, table)]
     backbone.table = names[1]
     frozen = [value for value in names if value is not None and not parameters[value].requires_grad]
@@ -97,8 +97,8 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         logits, products = record_products(model, images.detach())
         if not logits.requires_grad:
             raise SitusError(
-                f"{backbone.name}: its logits do not depend on its parameters, so there is no gradient to audit. "
-                "Does its forward use torch.no_grad or detach? (MODEL)"
+                f"{backbone.name}: the logits do not depend on the parameters, so there is no gradient to audit. "
+                "Check whether its forward method uses torch.no_grad or detach (MODEL)"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

@@ -148,9 +148,10 @@ class WeightCheck(Result):
     file: ClassVar[str] = "chosen"
     subject: ClassVar[str] = "were its weights crafted?"
     meaning: ClassVar[str] = (
-        "A server can craft weights that make single samples readable in an upload. Each measure tests for one sign "
-        "of such weights. Its score is scaled so that 1 is the limit; the limits were set on honest weights only. A "
-        "score below 1 does not prove that the weights are honest: weights can be crafted to pass."
+        "A server can craft weights that make single samples readable in an upload. Each measure looks for one sign "
+        "of such weights. A score is a measure's value, scaled so that the limit has the score 1. The limits were "
+        "set on honest weights only. A score below 1 does not prove that the weights are honest, because a server "
+        "can craft weights that stay below all limits."
     )
 
     model: str
@@ -193,8 +194,9 @@ class WeightCheck(Result):
         if not self.readings or self.missing:
             return f"{self.model}: inconclusive: {'; '.join(self.missing)}."
         return (
-            f"{self.model}: not noticed (score {self.score:.2g} of 1): every measure is in the range of honest "
-            f"weights. This does not prove that the weights are honest: weights can be crafted to pass."
+            f"{self.model}: not noticed (score {self.score:.2g} of 1), because every measure is in the range of "
+            "honest weights. This does not prove that the weights are honest, because a server can craft weights "
+            "that stay below all limits."
         )
 
     def summary(self) -> Summary:
@@ -225,7 +227,10 @@ class WeightCheck(Result):
 
     def figures(self) -> Sequence[Figure]:
         scores = {r.name: (min(r.score, 10.0), "bad" if r.score > 1 else "") for r in self.readings}
-        caption = "Score of each measure; bars end at 10. Above 1 the weights look crafted."
+        caption = (
+            "Score of each measure. A score above 1 means that the weights look crafted. Scores above 10 are drawn "
+            "as 10."
+        )
         return [Figure("", caption, "bars", (scores, ""))]
 
 
@@ -498,7 +503,8 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
         raise SitusError(
-            f"{name}: has another architecture than the model, so their weights cannot be compared", field="like"
+            f"{name}: has a different architecture, so its weights cannot be compared with those of the model",
+            field="like",
         )
     changes, most, place = list[float](), 0.0, ""
     for layer, weight in pairs:
@@ -550,6 +556,6 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
-    related = "as after fine-tuning" if distance < 0.7 else "so the models are unrelated"
-    differ = f"differ from those of {name}, in the median by {distance:.2g} times their size, {related}"
-    return f"The matrices of the model's blocks {differ}."
+    related = "This is usual after fine-tuning" if distance < 0.7 else "The models are therefore unrelated"
+    differ = f"differ from those of {name} by {distance:.2g} times their size (median over the matrices)"
+    return f"The matrices of the model's blocks {differ}. {related}."

@@ -249,7 +249,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         raise SitusError(f"images are {images.dtype}; they must be normalised floats, (x / 255 - mean) / std")
     if images.dim() != 4 or labels.shape != images.shape[:1]:
         shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
-        raise SitusError(f"{shapes}: must be [B, C, H, W] and [B]")
+        raise SitusError(f"{shapes}: the shapes must be [B, C, H, W] and [B]")
     if not bool(images.isfinite().all()):
         raise SitusError("images contain NaN or infinity; they must be normalised floats, (x / 255 - mean) / std")
     if labels.is_floating_point():

@@ -308,12 +308,12 @@ def opening(audit: Leak) -> str:
     if not audit.attacked:
         if audit.undone:
             return (
-                f"The audit was stopped by {audit.stopped} before any attack had a result, so this page does not "
-                f"judge the model."
+                f"The audit was stopped by {audit.stopped} before any attack had a result, so this page says nothing "
+                "about privacy."
             )
         return (
-            "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not "
-            "attacked does not mean private. The attack `matching` applies to any model."
+            "No attack of this audit applies to the gradients of this model; the reasons are listed below. This does "
+            "not prove privacy. The attack `matching` applies to any model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 
@@ -350,7 +350,7 @@ def others_of(pair: ImageFinding, things: str) -> str:
     """That the attacker has other images than those of the data."""
     was, are = verb(pair.others, "were"), verb(pair.others, "are")
     other = f"{counted(pair.others, things)} {was} recovered byte for byte, but {are} not in the data"
-    return f"{other}: prepare the data as the client did to compare them"
+    return f"{other}; to compare them, prepare the data as the client did"
 
 
 def seen(pair: ImageFinding) -> str:

@@ -70,9 +70,9 @@ class Oracle(Attack):
     name: ClassVar[str] = "oracle"
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
-        "a bound, not an attack. The oracle knows the image, linearises the upload around this image, "
-        "and computes how much of the image remains under the noise. If the oracle exceeds a limit, an "
-        "unknown attack may also exceed this limit"
+        "a bound, not an attack. The oracle knows the image, linearises the upload around this image, and computes "
+        "how much of the image remains under the noise. If the oracle's result is above the limit of a gate, the "
+        "result of an unknown attack may be above this limit too"
     )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:  # noqa: ARG002

@@ -133,7 +133,10 @@ def audit_gradients(
         captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
-        raise SitusError(f"sent={sent}: applies only to a captured upload; give upload too", field=("sent", "upload"))
+        raise SitusError(
+            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or leave sent out",
+            field=("sent", "upload"),
+        )
     auto, gated = tuple(defences) == AUTO, config.fail_above is not None
     if auto:
         defences = AS_IT_IS if gated else DEFENDED
@@ -341,7 +344,7 @@ def open_audit(
         test = load_test_set(victim, data, count, config.split, opened.device)
     if captured and len(test) < len(captured) * config.batch:
         behind = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
-        raise SitusError(f"data: holds only {counted(len(test), test.things)}, but there are {behind}", field="data")
+        raise SitusError(f"data: has only {counted(len(test), test.things)}, but the audit has {behind}", field="data")
     test = replace(test, captured=captured)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method) and test.referenced:
         victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})
@@ -349,7 +352,7 @@ def open_audit(
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
     named = data.name if isinstance(data, Source) else Path(display_path(str(data))).name
-    images = f"{len(test)} of {named}" if test.referenced else f"{len(test)}, not known here"
+    images = f"{len(test)} of {named}" if test.referenced else f"{len(test)}, originals not given"
     kind = "pixels" if test.stored else "numbers"
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
@@ -415,8 +418,8 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     numbers = sum(p.numel() for p in sent.values())
     notes = {
         "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), "
-        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}. Frozen parameters have no gradient, "
-        "and an attack that needs such a gradient does not apply. Other attacks may apply"
+        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}. Frozen parameters have no gradient, so an attack "
+        "that needs the gradient of a frozen parameter does not apply. Other attacks may apply"
     }
     height, width = test.pixels.shape[2:]
     head = find_classifier(method.backbone, (height, width))
@@ -425,10 +428,10 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
     if factors:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
-        shown = f"all {tokens}" if rank >= tokens else f"at most {rank} of the {tokens}"
+        shown = "all" if rank >= tokens else f"at most {rank}"
         notes["left by LoRA"] = (
-            f"{len(factors)} frozen matrices have a LoRA product of rank {rank}. The gradient of each product shows "
-            f"{shown} directions that the tokens of an image span. No attack of this audit solves for these tokens, "
-            "and it is not known what a search can recover"
+            f"{len(factors)} frozen matrices have a LoRA product of rank {rank}. The tokens of an image span {tokens} "
+            f"directions, and the gradient of each product reveals {shown} of them. No attack of this audit solves "
+            "for these tokens, and it is not known what a search can recover"
         )
     return notes

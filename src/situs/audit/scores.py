@@ -285,7 +285,10 @@ def measure_all(
     """
     real = gallery[first : first + len(recovered)]
     if recovered.shape != real.shape:
-        raise SitusError(f"recovered {list(recovered.shape)} and original {list(gallery.shape)} images differ in shape")
+        raise SitusError(
+            f"the recovered images have the shape {list(recovered.shape)}, but the original images have the shape "
+            f"{list(gallery.shape)}"
+        )
     matched, aligned = match_patches(recovered, real, patch_size), aligned_psnr(recovered, real, BEST_PSNR)
     if raw is not None and not torch.equal(raw, recovered):
         aligned = torch.maximum(aligned, aligned_psnr(raw, real, BEST_PSNR))

@@ -210,7 +210,8 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(
-                f"{name}: does not shuffle patches on the grid {grid}, so there are no shuffled images to compare with",
+                f"{name}: must shuffle patches on the grid {grid}, because the audit compares recovered images with "
+                "shuffled images",
                 field="method.shuffle",
             )
         mask, index = (torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
@@ -247,7 +248,8 @@ def verdict(comparison: Comparison) -> str:
         rows = [best_row(comparison, model, setting, True) for setting in "cb"]
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
     return " ".join(lines) or (
-        "No model of this audit was trained with MJP, or no informed attack applies to such a model."
+        "There is no verdict on MJP: either no model of this audit was trained with MJP, or no informed attack "
+        "applies to the models that were."
     )
 
 

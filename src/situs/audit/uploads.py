@@ -40,11 +40,11 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove, without the original, that the recovered picture is right: the "
-        "equations fit as closely as rounding and the given noise allow, have one solution, and determine almost "
-        "every pixel. The certified "
-        "PSNR is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. Without "
-        "reference images no upload can pass, because another attack may recover more."
+        "A recovered picture is certified if the attacker can prove, without the original, that it is right. The "
+        "equations must fit as closely as rounding and the given noise allow, have only one solution, and determine "
+        "almost every pixel. The certified PSNR is the PSNR that this proof guarantees. The proof assumes that "
+        "nobody altered the upload. Without reference images, no upload can pass a gate, because another attack may "
+        "recover more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)
@@ -100,7 +100,7 @@ class UploadAudit(Audit):
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
-            nothing = f"In {self._counted}, no image is certified as recovered. The upload may still not be private"
+            nothing = f"In {self._counted}, no image is certified as recovered. This does not prove privacy"
             return f"{opening(self)} {nothing}: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
             f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "

@@ -91,12 +91,12 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         raise SitusError(f"loss={name}: {reason}", field="loss") from error
     if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
         shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        reason = "must return one number that depends on the logits, the mean over the batch"
+        reason = "must return one number that depends on the logits: the mean loss over the batch"
         raise SitusError(f"loss={name}: returns {shown}, but {reason}", field="loss")
     note = (
-        f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss, and a search uses "
-        "this loss. Labels are inferred as for cross entropy, which may be wrong for this loss. A "
-        "defence with its own training method (mjp) uses that method's loss"
+        f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss, and a search uses this "
+        "loss. The attacker infers labels as for cross entropy; for your loss these labels may be wrong. A defence "
+        "with its own training method (mjp) uses that method's loss"
     )
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
@@ -157,8 +157,8 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
         return {}
     return {
         "loss": f"the model is set up for another loss (problem_type {named}). The audited step uses single-label "
-        f"cross entropy, so its gradients differ from the gradients of the model's training. A search also uses this "
-        f"cross entropy; closed-form attacks work for any loss"
+        "cross entropy, so the audited gradients differ from those of the model's own training. A search "
+        "also uses this cross entropy; closed-form attacks work for any loss"
     }
 
 
@@ -166,7 +166,7 @@ def _check_loss(model: Model, *, single: bool) -> None:
     """Refuses a model without a gradient to audit."""
     for name, weight in model.backbone.named_parameters():
         if not bool(weight.isfinite().all()):
-            raise SitusError(f"{model.name}: {name} contains NaN or infinity, and so do all gradients (MODEL)")
+            raise SitusError(f"{model.name}: {name} contains NaN or infinity, so the gradients do too (MODEL)")
     if single and outputs_of(model) == 1:
         reason = "has a single output, so its cross entropy is always 0 and there is no gradient to audit"
         raise SitusError(f"{model.name}: {reason}; give a model with two or more classes (MODEL)")
@@ -251,15 +251,16 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
     notes = {
         "knows": THREAT["knows"].replace("images", things),
         "does not know": THREAT["does not know"].replace(
-            "the images and the labels. The attacker assumes only that images are stored as bytes",
+            "the images and the labels. The attacker assumes only that every pixel value is a byte (0 to 255)",
             f"the {things} and the labels. The attacker assumes nothing about the values of {things} or their range",
         ),
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
         "over the training set",
         "range": f"black is {zero * peak:g} standard deviations below the mean, and white the same number above it. "
-        "Values outside this range are clipped. PSNR is 10 log10(1 / MSE) in this range. Its "
-        f"peak is {peak:g} standard deviations, and one of 255 grey levels is {peak / 255:.3f}",
+        "Values outside this range are clipped. For the PSNR, 10 log10(1 / MSE), this range is scaled to 0 "
+        f"to 1. The whole range is {peak:g} standard deviations, and one of 255 grey levels is "
+        f"{peak / 255:.3f}",
     }
     scale = (zero,) * channels, (one - zero,) * channels
     return replace(test, normalisation=scale, stored=False, things=things, notes=notes)

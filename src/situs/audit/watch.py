@@ -140,7 +140,9 @@ class Guard:
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
             dtype = next(module.parameters()).dtype
-            raise SitusError(f"{type(module).__name__}: has weights of {dtype}; guard a module with float32 weights")
+            raise SitusError(
+                f"{type(module).__name__}: its weights are {dtype}, but the guard needs a module with float32 weights"
+            )
         if expect is not None:
             self.check_weights()
         theirs = {ours: name for name, ours in self._names.items()}
@@ -348,7 +350,9 @@ class Guard:
             kind = type(gradients).__name__
             raise SitusError(f"gradients: is {kind}; it must be a dict of tensors by parameter name", field="gradients")
         if not gradients:
-            raise SitusError("gradients: there are none; call backward first, or give them", field="gradients")
+            raise SitusError(
+                "gradients: the module has none; call backward first, or give the gradients", field="gradients"
+            )
         for name, gradient in gradients.items():
             if name not in self._names:
                 raise SitusError(f"gradients: {name} is not a parameter of the guarded module", field="gradients")
@@ -404,7 +408,9 @@ class Guard:
             if not batches:
                 raise SitusError("no images went through the module in training mode since the last step")
             if len({images.shape[1:] for images in batches}) > 1:
-                raise SitusError("images of several sizes went through the module")
+                raise SitusError(
+                    "images of several sizes went through the module in one step, but the attacks need one size"
+                )
             images = torch.cat(batches)
             images = images.float() if images.is_floating_point() else images  # autocast takes half as well
             self._check_images(images)

@@ -184,12 +184,12 @@ def test_settings_that_come_to_the_same_are_said_once() -> None:
 def test_what_was_stopped_says_so_before_anything_else() -> None:
     one = audit(found(done(psnr=8.0)), stopped="Ctrl-C, with 1 of 4 settings finished")
     assert verdict(one).startswith("A partial result: stopped by Ctrl-C, with 1 of 4 settings finished. Rows: ")
-    assert "were not attacked; they may not be private." in one.summary().notes[0]
+    assert "were not attacked, so nothing is known about their privacy." in one.summary().notes[0]
     assert "starts from the beginning" in one.summary().notes[0]
     assert (one.numbers()["partial"], one.numbers()["stopped"]) == (True, "Ctrl-C, with 1 of 4 settings finished")
     assert audit(found(done(psnr=8.0))).numbers()["partial"] is False
     nothing = audit(stopped="Ctrl-C, with 0 of 4 settings finished")
-    assert verdict(nothing).endswith("before any attack was finished: this page does not judge the model.")
+    assert verdict(nothing).endswith("before any attack was finished, so this page says nothing about privacy.")
 
 
 def test_labels_are_in_the_verdict() -> None:

@@ -83,7 +83,7 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     lost = replace(withheld.points[-1], values={**withheld.points[-1].values, "words": 1.0, "sentences": 0.0})
     words = replace(found, lines=[replace(withheld, points=[lost])])  # no sentence, and every word
     told = words.summary().sentence.split(f"noise, {WITHHELD}: ")[1].split(". ")[0]
-    assert told.endswith("100 % at 1") and told.split("; of the words ")[1].count(" at ") == 1
+    assert told.endswith("100 % at 1") and told.split("; words recovered: ")[1].count(" at ") == 1
     none = replace(lost, values=dict.fromkeys(lost.values, 0.0))
     nothing = replace(found, lines=[replace(withheld, points=[none])])
     said = "Sentences were recovered completely at 0 of 1 attacked strength.</h1>"

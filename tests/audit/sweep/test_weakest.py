@@ -96,7 +96,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     said = "images exceed the limit at settings up to bf16; from int8 on, the result is inconclusive (not a pass): "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "informed attackers. A setting to which nothing" not in found.summary().sentence
-    assert "No such setting was found for batch, withhold, precision" in found.summary().sentence
+    assert "No setting that passes was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
     assert "not a pass" in make_page(found).render()
@@ -195,7 +195,7 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
         victim, "samples", "psnr=20", attacks=["patchembed"], count=2, deadline=Deadline(seconds=1e-6)
     )
     assert stopped.stopped is not None and not stopped.with_setting
-    assert str(stopped).count("0 defences finished") == 1 and "no defence was judged" in str(stopped)
+    assert str(stopped).count("0 defences finished") == 1 and "there is no result for any defence" in str(stopped)
     page = make_page(stopped).render()
     assert "0 defences finished" in page and "weakest setting that passes" not in page + str(stopped)  # no empty table
     with pytest.raises(SitusError, match="mse falls as a copy gets better") as error:
@@ -246,9 +246,9 @@ def test_an_image_above_counts_however_the_time_ends(
 @pytest.mark.slow
 def test_none_was_found_is_said_of_ladders_that_were_climbed_to_their_end(found: Remedies) -> None:
     [cut] = [replace(each, cut=True) for each in found.remedies if each.defence == "precision"]
-    assert "No such setting was found for batch, withhold, precision." in verdict(found)
+    assert "No setting that passes was found for batch, withhold, precision." in verdict(found)
     said = verdict(replace(found, remedies=[*found.remedies[:-1], cut], stopped="Ctrl-C"))
-    assert "No such setting was found for batch, withhold." in said
+    assert "No setting that passes was found for batch, withhold." in said
 
 
 def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:
@@ -264,7 +264,7 @@ def test_the_sentence_says_no_more_unseen_images_than_each_setting_was_tried_on(
     tried = [Trial("", "passed", 1.0, "x", "", images, unseen=True) for images in (12, 8)]
     each = [Remedy(name, name, "", unseen=trial) for name, trial in zip(("noise", "batch 8"), tried, strict=True)]
     found = Remedies("model", Limit("psnr", 20.0), each, 12, 12, ["x"])
-    assert "Each passed on 8 images or more that the search did not use" in str(found)
+    assert "Each setting was tested on 8 images or more that the search did not use" in str(found)
 
 
 @pytest.mark.slow

@@ -39,7 +39,9 @@ def test_shares_and_tables() -> None:
         said.startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C.")
         and "1 of 2 sentences recovered word for word from one step on a batch of 2." in said
     )
-    assert "later: not attacked, which does not mean private." in said and "may still not be private" in said
+    assert (
+        "later: not attacked, so nothing is known about privacy." in said and "another attack may recover them" in said
+    )
     assert reasons(audit) == [("sent", "one sentence is missing")]
     numbers = audit.numbers()
     assert numbers["schema"] == "situs-audit-texts/2" and numbers["gate"] is None

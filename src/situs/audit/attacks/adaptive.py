@@ -611,9 +611,9 @@ class AdaptiveMJP(Attack):
     )
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
-        "knows MJP. Rows of zeros in the position table's gradient reveal which patches are hidden. The gradients of "
-        "the patch embedding and the first block reveal all patches. The borders of the hidden patches give their "
-        "order"
+        "knows that MJP is used. Rows of zeros in the position table's gradient reveal which patches are hidden. The "
+        "gradients of the patch embedding and of the first block reveal all patches. The order of the hidden patches "
+        "is found from their borders, which must fit together"
     )
     closed_form: ClassVar[bool] = True
     separates_hidden: ClassVar[bool] = True
@@ -736,9 +736,12 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock | str) -> dict[
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
         proof = "every patch is determined, because the hidden patches are equal up to rounding and noise"
     elif not len(partly.z):
-        proof = "every patch is determined, the single hidden patch by the same equations as the others"
+        proof = "every patch is determined, because only one patch is hidden"
     elif isinstance(block, str):
-        verdict = f"{len(partly.z)} directions of each patch were chosen so that the image is smooth: {block}"
+        verdict = (
+            f"the equations leave {len(partly.z)} directions of each patch open, and the smoothest image was chosen: "
+            f"{block}"
+        )
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:

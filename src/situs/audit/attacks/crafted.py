@@ -268,7 +268,7 @@ def classifier(model: Backbone) -> nn.Linear:
     layers = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
     fitting = [layer for layer in layers if layer.out_features == model.num_classes]
     if not model.num_classes or not fitting:
-        raise SitusError(f"{model.name}: has no linear classifier whose gradient could be read", field="server")
+        raise SitusError(f"{model.name}: has no linear classifier, but the crafted weights need one", field="server")
     return fitting[-1]
 
 

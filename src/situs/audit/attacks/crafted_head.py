@@ -79,7 +79,10 @@ class ChosenHead(CraftedAttack[Copying]):
             return plan
         layers = [part for part in backbone.model.modules() if isinstance(part, nn.Linear) and part.bias is not None]
         if not any(layer.out_features == backbone.num_classes > 0 for layer in layers):
-            return "the model has no linear classifier with a bias, by which the attack counts the images of a class"
+            return (
+                "the model has no linear classifier with a bias; the attack needs this bias to count the images of a "
+                "class"
+            )
         (height, width), heads = backbone.grid, sum(block.attention.heads for block in backbone.parts())
         sides = range(1, max(height, width) + 1)
         side = next(side for side in sides if -(-height // side) * -(-width // side) <= heads)

@@ -462,7 +462,7 @@ def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     size = known.size or backbone.input.shape
     if size is None:
         raise SitusError(
-            f"{backbone.name} takes images of any size: give the size of the attacked images (Knowledge.size)"
+            f"{backbone.name} takes images of any size; set Knowledge.size to the size of the attacked images"
         )
     return pair(size)
 

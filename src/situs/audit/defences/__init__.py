@@ -197,12 +197,12 @@ def create_defence(text: str | Defence) -> Defence:
         return kind()
     most = len(fields(kind))
     if not most:
-        raise SitusError(f"{text}: {name} has no setting", field="defences")
+        raise SitusError(f"{text}: the defence {name} has no setting; write only {name}", field="defences")
     if fields(kind)[0].type == "str":
         return kind(*[value])
     settings = value.split(":")
     if len(settings) > most:
-        raise SitusError(f"{text}: {name} has {most} setting{'s' * (most > 1)}", field="defences")
+        raise SitusError(f"{text}: the defence {name} has at most {most} setting{'s' * (most > 1)}", field="defences")
     try:
         numbers = [float(setting) for setting in settings]
     except ValueError:

@@ -35,8 +35,9 @@ THREAT = {
     "sees": "the gradients or the weight update of one client's step, by parameter name",
     "knows": "the architecture, the weights before the step, the normalisation of images, the loss and "
     "the defence. Attacks against noise also know some other images of the same kind",
-    "does not know": "the images and the labels. The attacker assumes only that images are stored as bytes. The "
-    "closed-form attacks need no labels; gradient matching infers the labels from the classifier's gradient",
+    "does not know": "the images and the labels. The attacker assumes only that every pixel value is a byte (0 to "
+    "255). The closed-form attacks need no labels; gradient matching infers the labels from the "
+    "classifier's gradient",
     "does": "solves linear systems, or searches for images whose gradients match. The attacker follows the protocol, "
     "so a client cannot notice the attack",
 }
@@ -46,9 +47,9 @@ CHOOSES = {
     "who": (
         "a malicious server (or somebody who replaces the weights in transit) in federated or distributed training"
     ),
-    "does": "chooses the weights of the round so that the upload reveals single samples. The weights keep "
-    "their names, shapes and types; the architecture and the protocol stay the same. A client that "
-    "inspects the weights may notice the attack",
+    "does": "chooses the weights that the client gets, so that the upload reveals single samples. Only the values of "
+    "the weights change. Their names, shapes and types, the architecture and the protocol stay the same. A "
+    "client that inspects the weights may notice the attack",
 }
 """What differs where the server chooses the weights."""
 

@@ -31,8 +31,8 @@ class Noise(Defence):
     name: ClassVar[str] = "noise"
     form: ClassVar[str] = "noise σ={sigma:g}"
     about: ClassVar[str] = (
-        "Gaussian noise of standard deviation σ is added to every number that is sent. Less noise is enough to hide a "
-        "smaller gradient, so audit the weights before and after training"
+        "Gaussian noise of standard deviation σ is added to every number that is sent. The same noise hides a small "
+        "gradient better than a large one, so audit the weights before and after training"
     )
     known: ClassVar[str] = "σ. The attacker damps the directions in which the noise dominates (ridge regression)"
 
@@ -58,9 +58,9 @@ class Clip(Defence):
         "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier. Clipping multiplies all gradients of a sample by one factor, which does not "
-        "change the solution of the equations. If MJP is used, the attacker estimates the scaled gradient of MJP's "
-        "loss DAL and subtracts it"
+        "C and the noise multiplier. Clipping multiplies all gradients of a sample by the same factor. This does not "
+        "change the solution of the attack's equations. If MJP is used, the attacker estimates the scaled gradient "
+        "of MJP's loss DAL and subtracts it"
     )
 
     @property
@@ -92,8 +92,8 @@ class ClipBatch(Defence):
     form: ClassVar[str] = "clip-batch C={norm:g}"
     about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
     known: ClassVar[str] = (
-        "C. Clipping multiplies all gradients by one factor, which does not change the solution of the equations, so "
-        "clipping alone does not protect"
+        "C. Clipping multiplies all gradients by the same factor. This does not change the solution of the attack's "
+        "equations, so clipping alone does not protect"
     )
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:

@@ -30,8 +30,8 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and the weight λ of its loss DAL. Rows of zeros in the position table's gradient reveal the mask. "
-        "From the other rows, the attacker subtracts the gradient of DAL"
+        "the method and the weight λ of its loss DAL. Rows of zeros in the position table's gradient reveal the "
+        "mask. The attacker subtracts the gradient of DAL from the other rows"
     )
 
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
@@ -78,8 +78,8 @@ class FedAvg(Defence):
         "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
     )
     known: ClassVar[str] = (
-        "k. The attack `tokens` works, since the inputs of all k steps lie in the row spaces of the update, and "
-        "the first step uses the weights that the server sent. The attack `patchembed` works for one image, since its "
+        "k. The attack `tokens` works, because the row spaces of the update contain the inputs of all k steps, and "
+        "the attacker knows the weights of the first step. The attack `patchembed` works for one image, because its "
         "equations hold for every k"
     )
     adam: ClassVar[bool] = False

@@ -188,7 +188,7 @@ def _stage(
     if len(inputs) < public + 2:
         raise SitusError(
             f"{loader.source.name}: has {counted(len(inputs), 'images')}, but at least {public + 2} are needed: "
-            f"{public} for the attacker, and two or more to attack",
+            f"{public} public images for the attacker, and two or more images to attack",
             field=("public", "count"),
         )
     labels = [label for _, label in batches if label is not None]

@@ -657,7 +657,9 @@ def study(
         rows = torch.cat(states[depth])
         whole = torch.cat([rows, *copies[depth]])
         if not all(bool(part.isfinite().all()) for part in (whole, alone[depth])):
-            raise SitusError(f"{backbone.name}: its states at depth {depth} contain NaN or infinity", field="model")
+            raise SitusError(
+                f"{backbone.name}: the hidden states at depth {depth} contain NaN or infinity", field="model"
+            )
         first = Guide.learn(alone[depth][:, 0], some.to(device), embedding) if depth else None
         rest = Guide.learn(whole, every, embedding) if depth else None
         typical = float(rows.double().square().mean(dim=1).sqrt().median())

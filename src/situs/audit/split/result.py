@@ -42,7 +42,7 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "best psnr": (_decibels, "PSNR of the most exposed sample"),
     "patch psnr": (
         _decibels,
-        ("PSNR when each patch is compared with the recovered patch that fits it best, at any position"),
+        "PSNR when each patch is compared with the recovered patch that fits it best, at any position",
     ),
     "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
     "fsim": (
@@ -91,7 +91,7 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "probe": (lambda kept: kept.probe, "a linear probe on frozen features; each image is left out in turn"),
     "neighbours": (
         lambda kept: kept.neighbours,
-        ("the ratio of the five nearest neighbours that stay the same under the defence"),
+        "the ratio of the five nearest neighbours that stay the same under the defence",
     ),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
@@ -231,8 +231,8 @@ SEEN = {
 """Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
-    "Settings that are not in the tables were not attacked; they may not be private. The audit cannot be resumed: a "
-    "second run starts from the beginning."
+    "Settings that are not in the tables were not attacked, so nothing is known about their privacy. The audit "
+    "cannot be resumed: a second run starts from the beginning."
 )
 """What is said of an audit that was stopped."""
 
@@ -434,7 +434,7 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 def verdict(audit: SplitAudit) -> str:
     """What a server learns, in sentences: settings with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
-        return f"Stopped by {audit.stopped} before any attack was finished: this page does not judge the model."
+        return f"Stopped by {audit.stopped} before any attack was finished, so this page says nothing about privacy."
     if not audit.settings:
         return "No attack was run, so nothing is known about privacy."
     groups: dict[str, list[SettingResult]] = {}
@@ -447,8 +447,8 @@ def verdict(audit: SplitAudit) -> str:
     if audit.thin is not None:
         sentences.insert(
             0,
-            f"there were too few public images ({audit.thin}). The attacks may have failed for this "
-            "reason, so the result is no evidence of privacy.",
+            f"there were too few public images ({audit.thin}). Attacks may have failed only for this reason, so a "
+            "failed attack is no evidence of privacy.",
         )
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")

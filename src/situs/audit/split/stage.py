@@ -64,7 +64,10 @@ def counted_words(seed: int, *parts: int) -> Words:
 def check_places(backbone: Backbone) -> None:
     """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
-        raise SitusError(f"{backbone.name}: rows cannot be permuted here, so there is nothing to attack: {why}")
+        raise SitusError(
+            f"{backbone.name}: permuting the tokens (rows) of this model hides nothing, so this audit does not apply: "
+            f"{why}"
+        )
 
 
 def open_base(base: AnyModel, model: Model, seed: int, shape: Callable[[Backbone], str], **options: Any) -> Model:

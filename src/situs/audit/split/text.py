@@ -59,14 +59,14 @@ COUNT, PUBLIC, LONGEST = 24, 200, 128
 THREAT = {
     "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
     "that it receives",
-    "sees": "the state of every word at the cut, separately for each text, and thus how many words a text has",
+    "sees": "the hidden state of every word at the cut, separately for each text, and thus how many words a text has",
     "knows": "the model (with a base: only the model before fine-tuning), the tokeniser, the number of blocks that "
     "the client keeps, the defence and its strength, the number format of the states, and public texts of the same "
     "kind",
     "does not know": "the texts, the key of permuted columns, and the order of permuted rows",
     f"attack {PROMPTS}": "the attacker runs candidates for each word through the client's blocks, the likeliest "
-    "first. A candidate is accepted if the state computed for it equals the state that was sent, up to the error that "
-    "rounding and noise explain. The attack does not use the true texts",
+    "first. A candidate is accepted if its hidden state equals the state that was sent, up to "
+    "rounding and noise. The attack does not use the true texts",
     "not attacked here": "a server that knows no model close to the client's; recovering the key from the "
     "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
@@ -221,7 +221,8 @@ def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest
     known = backbone.inner.get_input_embeddings().weight.shape[0]
     if (highest := max(map(max, filter(None, coded)), default=0)) >= known:
         raise SitusError(
-            f"the tokeniser gives the token {highest}, but the model has only {known} tokens", field="data"
+            f"the tokeniser gives the token id {highest}, but the model's vocabulary has only {known} tokens",
+            field="data",
         )
     fixed = sum(map(len, fixed_words(tokeniser)))
     return [*dict.fromkeys(tuple(ids) for ids in coded if len(ids) >= 2 + fixed)]  # no public text is attacked
@@ -259,13 +260,15 @@ class Prompts:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        needs = "the state of every word at the cut; public texts; the attacker knows the model and its tokeniser"
+        needs = (
+            "the hidden state of every word at the cut; public texts; the attacker knows the model and its tokeniser"
+        )
         proves = "that each accepted word reproduces the state that was sent. The other words may still be readable"
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
-            "candidates are ordered by the likelihood of the state, learned on public text. A word is "
-            "accepted if rounding and noise explain its residual; there is no fixed threshold. The order of "
-            "permuted columns is found once for all texts"
+            "candidates are ordered by the likelihood of the hidden state, which is learned on public text. There is "
+            "no fixed threshold: a word is accepted if its residual is no larger than rounding and noise explain. "
+            "The order of permuted columns is found once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
 
@@ -407,7 +410,7 @@ class PromptAudit(TextAudit):
     @property
     def verdict(self) -> str:
         """What was read in each setting, and what that does not prove."""
-        unread = "Words that this attack did not read may still not be private: inconclusive."
+        unread = "For words that this attack did not read, the result is inconclusive: another attack may read them."
         return verdict_of(self, _read, unread)
 
     def summary(self) -> Summary:

@@ -140,7 +140,7 @@ def _ended(line: Line, curves: Curves) -> str:
     cut = f"; the attack was not finished (inconclusive) at {', '.join(left)}" if left else ""
     if "worst" not in curves.metrics:
         words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
-        return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."
+        return f"{name} {kept}{'; words recovered: ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
     below = f"PSNR of the most exposed image below {FAILED:g} dB at {', '.join(low) or 'no attacked strength'}"
     return f"{name} {kept}; {below}{cut}."

@@ -343,9 +343,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine of upload and undefended gradient describes a single step "
-    "only. To measure "
-    "accuracy, train with the setting."
+    "The loss of accuracy was not measured. The cosine between the upload and the gradient without a defence "
+    "describes only one step. To measure the accuracy, train with the setting."
 )
 
 
@@ -387,7 +386,7 @@ def verdict(search: Remedies) -> str:
     """What a reader needs first."""
     if not search.with_setting:
         if search.stopped is not None:
-            return f"Stopped by {search.stopped} before a setting was found: no defence was judged."
+            return f"Stopped by {search.stopped} before a setting was found, so there is no result for any defence."
         return (
             f"No tested setting passes the gate {search.limit} against informed attackers. A setting to which no "
             f"attack applies is inconclusive (not a pass)."
@@ -398,8 +397,8 @@ def verdict(search: Remedies) -> str:
     }  # whole batches
     unseen = f"{counted(min(counts), 'images')}{' or more' * (len(counts) > 1)}"
     others = [remedy.defence for remedy in search.remedies if remedy.named is None and not remedy.cut]
-    left = f" No such setting was found for {', '.join(others)}." if others else ""
+    left = f" No setting that passes was found for {', '.join(others)}." if others else ""
     return (
-        f"These settings pass the gate {search.limit}: {named}. Each passed on {unseen} that the search did not use, "
-        f"against {', '.join(search.attacks)}; another attack may recover more.{left}"
+        f"These settings pass the gate {search.limit}: {named}. Each setting was tested on {unseen} that the search "
+        f"did not use. The attacks were {', '.join(search.attacks)}; another attack may recover more.{left}"
     )

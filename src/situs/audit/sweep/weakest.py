@@ -144,7 +144,7 @@ class Search:
             if named + 1 == len(rungs):
                 break
             named += 1
-        reason = _failed(failed) or "the search has used all images"
+        reason = _failed(failed) or "the search has used all images, so none were left to test a setting on"
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
         reason += "" if last is None else f"; no setting stronger than {last} was tried"
         return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)
@@ -225,7 +225,8 @@ def find_defences(
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(
-            "there is only one image, but the search holds out half of the images; give two or more",
+            "there is only one image, but the search keeps half of the images for the final test; give two or more "
+            "images",
             field=("data", "count"),
         )
     size = min(wanted, len(test) // 2)

@@ -121,7 +121,10 @@ def audit_texts(
     config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     if sent is not None and upload is None:
-        raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
+        raise SitusError(
+            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or leave sent out",
+            field=("sent", "upload"),
+        )
     if upload is not None and config.server != StepConfig.server:
         reason = (
             f"server={config.server}: applies only to computed steps, because a captured upload comes from the weights "
@@ -216,7 +219,9 @@ def _about(row: Row) -> str:
     about = "; ".join(part.about for part in _parts(row.defence))
     added = "" if row.defence.name == "none" else f"{about}; the attacker knows the settings of the defence. "
     if row.aware:
-        added += "The attacker knows that positions are hidden, and knows the vector that replaces them. "
+        added += (
+            "The attacker knows that positions are hidden, and knows the vector that replaces the hidden positions. "
+        )
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
 
 

@@ -199,7 +199,7 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 def verdict(audit: TextAudit) -> str:
     """What came back under each defence, and what that does not prove, for a reader who is no expert."""
-    unread = "This attack did not recover the other words; they may still not be private."
+    unread = "This attack did not recover the other words, but another attack may recover them."
     return verdict_of(audit, partial(_recovered, audit), unread)
 
 
@@ -208,7 +208,7 @@ def verdict_of(audit: TextAudit, sentence: Callable[[TextFinding], str], unread:
     sentences = [audit.threat.assumed]
     sentences += [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     for finding in audit.findings:
-        refused = f"{finding.defence}: not attacked, which does not mean private."
+        refused = f"{finding.defence}: not attacked, so nothing is known about privacy."
         sentences.append(sentence(finding) if finding.attacked else refused)
         stopped = finding.why("stopped") if finding.attacked else None
         sentences += [] if stopped is None else [f"This attack was stopped after {stopped}."]
@@ -220,8 +220,8 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     shares = finding.shares
     recovered = (
         f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-        f"one step on a batch of {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at "
-        f"their position. The words of {_share(shares['words'], 'none')} are known, with or without their position."
+        f"one step on a batch of {audit.batch}. The attack recovered {_share(shares['tokens'], 'none')} of the tokens "
+        f"at their position, and {_share(shares['words'], 'none')} of the tokens with or without their position."
     )
     if finding.picked <= finding.whole:
         return recovered

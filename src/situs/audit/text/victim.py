@@ -66,16 +66,23 @@ class TextVictim:
         for text, ids in zip(texts, coded, strict=True):
             if len(ids) < least:
                 raise SitusError(
-                    f"{text[:60]!r}: has {counted(len(ids), 'tokens')}, but a step needs {least}", field="texts"
+                    f"{text[:60]!r}: has {counted(len(ids), 'tokens')}, but a training step needs at least {least}",
+                    field="texts",
                 )
             if max(ids) >= known:
                 [word] = self.shown([max(ids)])
-                reason = f"{word!r} is token {max(ids)} of the tokeniser, but the model has only {known} tokens"
+                reason = (
+                    f"the tokeniser gives {word!r} the token id {max(ids)}, but the model's embedding has only "
+                    f"{known} rows"
+                )
                 raise SitusError(
-                    f"{reason}; the model's embedding must be as large as the tokeniser's vocabulary", field="texts"
+                    f"{reason}; the embedding must be as large as the tokeniser's vocabulary", field="texts"
                 )
             if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
-                raise SitusError(f"{text[:60]!r}: has no word that the tokeniser knows and can mask", field="texts")
+                raise SitusError(
+                    f"{text[:60]!r}: has no word that can be masked, because the tokeniser knows none of its words",
+                    field="texts",
+                )
         return [tuple(ids) for ids in coded]
 
     def shown(self, ids: Sequence[int]) -> list[str]:
@@ -107,7 +114,9 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
             "new classifier"
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
-        raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")
+        raise SitusError(
+            f"{model.name}: {kind} has no head that predicts classes or words, so there is no training step to audit"
+        )
     task: Task = "classes"
     if kind.endswith(("LMHeadModel", "ForCausalLM")):
         task = "next words"

@@ -205,7 +205,7 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     tokens = batch * (block.places + len(block.prefix))
     return (
         f"{embedding}. The gradients of later blocks contain the {tokens} tokens that enter those blocks. But these "
-        "tokens are not linear in the pixels, so only a search (the attack `matching`) can use them"
+        "tokens are not linear functions of the pixels, so only a search (the attack `matching`) can use them"
     )
 
 
@@ -216,11 +216,11 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     if not ranks:
         return None
     tokens = batch * (backbone.num_tokens + backbone.num_prefix)
-    shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
+    shown = f"at most {max(ranks)}" if max(ranks) < tokens else "all"
     return (
-        f"the model's matrices are frozen. The gradient of a LoRA matrix (rank {max(ranks)}) shows {shown} "
-        f"{tokens} directions that the tokens span. This attack does not solve for the tokens, but "
-        "another attack may"
+        f"the model's matrices are frozen. The tokens span {tokens} directions, and the gradient of a LoRA matrix "
+        f"(rank {max(ranks)}) reveals {shown} of them. This attack does not solve for the tokens, but another attack "
+        "may"
     )
 
 
