@@ -147,7 +147,7 @@ def test_the_most_exposed_sample_decides_and_is_named_with_its_limit() -> None:
     judged = judge([finding(exposures=mixed), *bounds()]).judgements[0]
     assert judged.worst == Worst("solve", "b", 20.5, "closeness", 13.0, 10.0)
     assert judged.reason == (
-        "1 of 2 images above; most exposed: b has closeness 20.5 by solve (limit 13, blind guess 10)"
+        "1 of 2 images above the limit; most exposed: b has closeness 20.5 by solve (limit 13, blind guess 10)"
     )
 
 
@@ -204,7 +204,7 @@ def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks(
         ("closeness=nan", "METRIC=NUMBER"),
         ("closeness=200", "closeness is never above 200, so this gate would pass even a perfect copy"),
         ("share=1", "share is never above 1,"),
-        ("distance=1", "falls as a copy gets better,"),
+        ("distance=1", "means a good copy,"),
         ("beauty=3", "choose one of: closeness, share"),
     ],
 )

@@ -64,7 +64,7 @@ def test_an_audit_without_a_gate_is_judged_by_blind_guesses() -> None:
     [
         (("nosuch_model", "samples"), {}, "leak_gate: 'nosuch_model' is neither a timm model nor a folder"),
         (("vit_tiny_patch16_224", "nosuch"), {"weights": "random"}, "leak_gate: .*nosuch"),
-        (("bert", "texts.txt"), {}, "leak_gate: fail_above: sentences need a limit"),
+        (("bert", "texts.txt"), {}, "leak_gate: fail_above: an audit of sentences needs a limit"),
         (("m", "samples"), {"fail_above": "mse=3"}, "leak_gate: fail_above=mse=3"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_mistake_fails_in_one_sentence(given: Any, options: Any, reason: str) 
     report, failure, recorded = gate(*given, **options)
     assert report is None and recorded == "" and re.match(reason, failure)
     assert len(failure.splitlines()) == 1
-    assert gate(passing(), "samples")[1] == "leak_gate: give no data or options with a finished audit"
+    assert gate(passing(), "samples")[1] == "leak_gate: the audit is already finished; give no data and no options"
 
 
 def test_the_plugin_is_declared_and_loads_no_torch(root: Path) -> None:

@@ -312,7 +312,7 @@ def open_model(
     from situs import models
 
     if pretrained and weights not in (None, models.PUBLISHED):
-        raise SitusError(f"pretrained=True and weights={weights}: give only one", field="weights")
+        raise SitusError(f"pretrained=True and weights={weights}: give only one of them", field="weights")
     weights = models.PUBLISHED if pretrained else weights
     unlock = None if key is None and withheld is None else unlock_of(str(source), key, withheld)
     shape = {"weights": weights, "img_size": img_size, **fields}
@@ -389,7 +389,8 @@ def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind
         return finetune_config(config, source, positions)
     if config.init is None:
         raise SitusError(
-            "give a pretrained model, or weights with the name of their model, or a run to resume",
+            "the initial weights are missing; give a pretrained model, or a weight file and the name of its model, "
+            "or a run to resume",
             field=("source", "init", "backbone.name", "resume"),
         )
     check_labelled(config)

@@ -487,7 +487,7 @@ def tables_of(values: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
             table = {key: table}
         for leaf in flat(table):
             if leaf in by_path:
-                raise SitusError(f"{by_path[leaf]} and {name} set the same field: give only one")
+                raise SitusError(f"{by_path[leaf]} and {name} set the same field: give only one of them")
             by_path[leaf] = name
         tables = merge(tables, table)
     return tables

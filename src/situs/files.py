@@ -37,7 +37,7 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     except (failure, RecursionError) as error:
         raise SitusError(f"{path}: is not valid {format_name}: {error}") from None
     if not isinstance(tables, dict):
-        raise SitusError(f"{path}: must have a table, not a {type(tables).__name__}")
+        raise SitusError(f"{path}: must contain a table at its top level, not a {type(tables).__name__}")
     return tables
 
 

@@ -183,8 +183,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: {name} falls as a copy gets better, so this gate would pass the most exposed image; "
-            f"choose one of: {', '.join(sorted(rising))}",
+            f"{asked}={text}: a low {name} means a good copy, so an upper limit on {name} is no test; choose one of: "
+            f"{', '.join(sorted(rising))}",
             field=asked,
         )
     if name not in rising and not number:
@@ -301,7 +301,7 @@ def _judge(
     count = max((finding.asked for finding in findings), default=0)
     if above:
         samples = {one.exposure.sample for one in above}
-        reason = f"{len(samples)} of {counted(count, things)} above; most exposed: {worst}"
+        reason = f"{len(samples)} of {counted(count, things)} above the limit; most exposed: {worst}"
         return Judgement(defence, "above", reason + idle, worst)
     shown = [] if worst is None else [f"most exposed: {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]
@@ -352,7 +352,7 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         if (doubt := finding.why("doubt") or finding.caveat) is not None:
             reasons.append(f"{finding.attack} proves nothing: {doubt}")
         elif finding.count < finding.asked:
-            reasons.append(f"{finding.attack} saw {finding.count} of {counted(finding.asked, things)}")
+            reasons.append(f"{finding.attack} attacked only {finding.count} of {counted(finding.asked, things)}")
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(
                 f"{finding.attack} proves nothing, because its equations do not prove the result for all {things}"
@@ -389,7 +389,9 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"only the oracle exceeds the limit, but an unknown attack may exceed it too: {worst}"]
+        return [
+            f"only the oracle (a bound) is above the limit, but an unknown attack may be above the limit too: {worst}"
+        ]
     if not bounds:
         reason = "a pass needs the oracle (a bound that knows the samples), which did not run"
         return [f"{reason}: repeat the audit with a gate (fail_above) to run the oracle"]

@@ -54,13 +54,15 @@ def audit(model: Any, data: Any, **options: Any) -> Report:
     try:
         if isinstance(model, Report):
             if data is not None or options:
-                raise SitusError("give no data or options with a finished audit")
+                raise SitusError("the audit is already finished; give no data and no options")
             return model
         if isinstance(data, str | Path) and Path(data).suffix == ".txt":
             from situs.audit.text.audit import audit_texts
 
             if options.get("fail_above") is None:
-                raise SitusError("fail_above: sentences need a limit, such as tokens=0.2", field="fail_above")
+                raise SitusError(
+                    "fail_above: an audit of sentences needs a limit, such as tokens=0.2", field="fail_above"
+                )
             return audit_texts(model, data, **options)
         from situs.audit import audit_gradients
 

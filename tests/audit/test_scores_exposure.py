@@ -104,7 +104,7 @@ def test_each_metric_is_held_against_the_best_blind_guess_at_that_image(
     assert judged.status == ABOVE
     assert judged.worst == Worst("patchembed", "c", above, metric, pytest.approx(limit), scores(10.0)[metric][0])
     assert judged.reason.startswith(
-        f"1 of 8 images above; most exposed: c has {metric} {above:g} by patchembed (limit "
+        f"1 of 8 images above the limit; most exposed: c has {metric} {above:g} by patchembed (limit "
     )
     better = {"grey": scores(10.0), "mean image": scores(10.0) | with_one(metric, above)}
     assert judged_alone(closed(change=with_one(metric, above)), bound(), guess=better).status == PASSED
@@ -156,7 +156,9 @@ def test_an_oracle_above_keeps_a_gate_from_passing_and_fails_none(value: float) 
     judged = judged_alone(closed(), bound(change=with_one("aligned_psnr", value)))
     assert judged.status == (PASSED if value < 13 else NOT_JUDGED)
     if value > 13:
-        assert judged.reason.startswith("only the oracle exceeds the limit, but an unknown attack may exceed it too:")
+        assert judged.reason.startswith(
+            "only the oracle (a bound) is above the limit, but an unknown attack may be above the limit too:"
+        )
     assert judged_alone(closed(20.0), bound(value)).status == ABOVE
     few = bound(change={"aligned_psnr": [value], "ssim": [0.1], "order_accuracy": [0.1], "psnr": [9.0]}, numbers=(5,))
     named = judged_alone(closed(), few)
@@ -344,7 +346,7 @@ def test_the_three_outcomes_by_their_definition(pairs: list[ImageFinding], cut: 
         ("ssim=1", "ssim is never above 1,"),
         ("order_accuracy=1.0", "order_accuracy is never above 1,"),
         ("reidentified=1", "reidentified is never above 1,"),
-        ("mse=1", "falls as a copy gets better,"),
+        ("mse=1", "means a good copy,"),
         ("lpips=0.1", "choose one of: aligned_psnr, order_accuracy, patch_psnr, psnr"),
         ("beauty=3", "choose one of: aligned_psnr, order_accuracy, patch_psnr, psnr"),
     ],

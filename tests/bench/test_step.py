@@ -68,7 +68,7 @@ def test_a_table_that_lacks_something_is_one_sentence(damage: dict[str, Any], tm
     held = table(0.010, 0.012).to_json()
     held |= damage if damage != {"rows": "no times"} else {"rows": [{**held["rows"][0], "seconds": []}]}
     (tmp_path / "a.json").write_text(json.dumps(held))
-    with pytest.raises(SitusError, match=r"a.json: is a damaged table of steps"):
+    with pytest.raises(SitusError, match=r"a.json: the table of steps is damaged"):
         read_steps(tmp_path / "a.json")
 
 

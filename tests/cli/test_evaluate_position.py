@@ -72,7 +72,7 @@ def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
     assert main(["evaluate", "position", *words, "--anchor-ratio", "0.5"]) == 0
     told = json.loads((tmp_path / "position.json").read_text())
     assert (told["told"], told["told_in_training"]) == (0.5, 0.0)
-    assert "here 50 % keep them. Anchors count as guesses" in (tmp_path / "position.html").read_text()
+    assert "here 50 % keep them. The accuracy also counts these patches" in (tmp_path / "position.html").read_text()
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

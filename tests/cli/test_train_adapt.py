@@ -33,7 +33,7 @@ def test_data_without_splits_sets_a_part_aside(
     labelled = re.search(r"(\d+) labelled images", text)
     assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24
     assert (tmp_path / "out" / "adapt.html").is_file() and (tmp_path / "out" / "export" / "model.safetensors").is_file()
-    assert main(words) == 2 and "already has a run" in capsys.readouterr().err
+    assert main(words) == 2 and "already contains a run" in capsys.readouterr().err
 
 
 def test_mistakes_name_the_flags(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

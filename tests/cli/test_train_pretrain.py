@@ -182,8 +182,8 @@ def test_a_run_without_a_whole_checkpoint_is_refused(
     [damaged] = (out / "checkpoints").iterdir()
     (damaged / "state.json").write_text((damaged / "state.json").read_text().replace('"step": ', '"step": 1'))
     assert refused(["pretrain", "--resume", str(out), "--device", "cpu"], capsys) == (
-        f"{out}: the run has no whole checkpoint left (the checkpoint of step 1 is damaged (state.json has changed "
-        "since it was written)); start it again in another folder (--out)"
+        f"{out}: all checkpoints of this run are damaged or missing (the checkpoint of step 1 is damaged (state.json "
+        "has changed since it was written)); start the run again in another folder (--out)"
     )
 
 
@@ -252,7 +252,7 @@ def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.Ca
     assert said == "give either a new folder or a run to resume (--out, --resume)"
     before = weights(out)
     assert refused([*small, "--steps", "1", "--out", str(out)], capsys) == (
-        f"{out}: already has a run; resume it or choose another folder (--resume, --out)"
+        f"{out}: already contains a run; resume this run, or choose another folder (--resume, --out)"
     )
     assert all(torch.equal(value, before[name]) for name, value in weights(out).items())
     (tmp_path / "file").write_text("")

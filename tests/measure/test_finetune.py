@@ -169,11 +169,11 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
         initialise(fresh, config.init, positions=config.init_positions, unlock=unlock)
         with torch.no_grad():
             assert torch.equal(fresh.encode(fresh.embed(x), fresh.positions()).patches, expected), source
-    with pytest.raises(SitusError, match="without its key its blocks are scrambled") as error:
+    with pytest.raises(SitusError, match="its blocks are scrambled without the key") as error:
         initialise(fresh, str(tmp_path / "locked"))
     assert error.value.field == "key"
     for source, said in (
-        ("package.module:Net", "your own module, which a run cannot build again"),
+        ("package.module:Net", "your own module; a run cannot start from it"),
         (str(tmp_path / "sealed"), "is sealed"),
         ("vit_tiny_patch16_224=random", "nothing to start from"),
         ("vit_tiny_patch16_224", "needs its weights"),

@@ -125,7 +125,7 @@ def test_what_is_no_added_loss_is_one_sentence(text: str, sentence: str) -> None
         (["--with", "mp3:weight=1", "--dp.epsilon", "8"], "added losses"),
         (
             ["--with", "mp3:weight=1", "--tuning.parts", "head", "--init", "vit_tiny_patch16_224"],
-            "but tuning.parts=head does not",
+            "but tuning.parts is head",
         ),
     ],
 )

@@ -319,6 +319,6 @@ def test_a_module_of_timm_is_taken_as_it_is(name: str) -> None:
     assert torch.equal(*losses)
     losses[0].backward()
     assert module.patch_embed.proj.weight.grad is not None
-    with pytest.raises(SitusError, match="its class Linear is not among those Situs knows"):
+    with pytest.raises(SitusError, match="its class Linear is not among the classes that Situs supports"):
         kind(nn.Linear(2, 2))
     assert Output(losses[0]) == (losses[0], {}, {})

@@ -266,7 +266,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),
     ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is already a module"),
     ("{world}/own_net.py:Other", {"img_size": 16}, "has no attribute 'Other'"),
-    ("{world}/own_net.py:text", {"img_size": 16}, "gives str; it must give an nn.Module"),
+    ("{world}/own_net.py:text", {"img_size": 16}, "returns str; it must return an nn.Module"),
     ("{world}/none.py:Net", {"img_size": 16}, "there is no file"),
     ("vit_tiny_patch16_2240", {"weights": "random"}, "did you mean vit_tiny_patch16_224"),
 ]  # fmt: skip

@@ -259,7 +259,9 @@ def test_a_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: 
     deep = vit(0, depth=3)
     torch.save(deep.model.state_dict(), tmp_path / "deep.pth")
     said = refusal(vit(1), tmp_path / "deep.pth")
-    assert said.startswith(f"init={tmp_path / 'deep.pth'} does not fit the model: 12 not in the model (first: blocks.2")
+    assert said.startswith(
+        f"init={tmp_path / 'deep.pth'} does not fit the model: 12 tensors not in the model (first: blocks.2"
+    )
     wide = vit(0, width=32)
     torch.save(wide.model.state_dict(), tmp_path / "wide.pth")
     assert "of another shape (first: cls_token [1, 1, 32] where the model has [1, 1, 16]" in refusal(
@@ -269,14 +271,14 @@ def test_a_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: 
         initialise(vit(1), str(tmp_path / "wide.pth"), positions=False)
     half = {name: value for name, value in vit(0).model.state_dict().items() if "blocks.1" not in name}
     torch.save(half, tmp_path / "half.pth")
-    assert "12 missing (first: blocks.1" in refusal(vit(1), tmp_path / "half.pth")
+    assert "12 tensors missing (first: blocks.1" in refusal(vit(1), tmp_path / "half.pth")
 
 
 def test_a_table_that_is_no_square_is_refused(tmp_path: Path) -> None:
     state = vit(0).model.state_dict()
     torch.save(state | {"pos_embed": torch.randn(1, 1 + 8, 16)}, tmp_path / "odd.pth")
     said = refusal(vit(1), tmp_path / "odd.pth")
-    assert "its position table of 9 rows cannot be divided into 1 prefix row and a square grid" in said
+    assert "its position table has 9 rows; without 1 prefix row, the number of rows must be a square" in said
 
 
 @pytest.mark.parametrize("field", ["init", "weights"])

@@ -53,7 +53,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
         ("top5", "has no top5; there are top1, numbers, from scratch"),
         ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
         ("top1.x", "has no x; there is 0.5"),
-        ("rows[9].name", r"has no \[9\]; it is a list of 3"),
+        ("rows[9].name", r"has no \[9\]; there is a list of 3"),
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] must match one entry, but matches 2 of 3"),
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] must .* 0 of 3"),
         ("numbers[a=1]", r"\[a=1\] must match one entry, but matches 0 of 2"),
@@ -91,7 +91,7 @@ def test_the_log_of_a_training(tmp_path: Path) -> None:
 
 def test_a_measurement_leaves_one_file(tmp_path: Path) -> None:
     job = Job("evaluate accuracy", after="a")
-    with pytest.raises(SitusError, match="one file of numbers, but has 0"):
+    with pytest.raises(SitusError, match="one JSON file with results, but contains 0"):
         numbers_of(job, tmp_path)
     (tmp_path / "accuracy.json").write_text('{"top1": 0.25}')
     assert numbers_of(job, tmp_path) == {"top1": 0.25}

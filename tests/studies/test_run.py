@@ -259,7 +259,9 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     assert any("pre-0 was run on other data" in line and str(images) in line for line in said)
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
-    with pytest.raises(SitusError, match=r"the images that job pre-1 started with; .* delete jobs/pre-1 ") as told:
+    with pytest.raises(
+        SitusError, match=r"job pre-1 started with other data for images; .* delete jobs/pre-1 "
+    ) as told:
         run_study(study, str(images), out=out)
     assert told.value.fields == ("data",)
     (images / "a.png").write_bytes(b"two")
@@ -582,7 +584,7 @@ def test_damaged_notes_are_sentences(study: Path, finished: Path) -> None:
         kept = state.read_text()
         state.write_text(content)
         for look in (lambda: run(study, out), lambda: read_study(out)):
-            with pytest.raises(SitusError, match=r"pre-0.json: has no state of the job; delete"):
+            with pytest.raises(SitusError, match=r"pre-0.json: does not contain the state of a job; delete"):
                 look()
         state.write_text(kept)
     for seeds in ('"x"', "0"):

@@ -156,7 +156,10 @@ def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
     (run / "defence.json").write_text('{"defence": "noise=0.5", "scale": 1.0}')
     card = (export_run(run, tmp_path / "export").path / "README.md").read_text()  # which may be for all to see
     assert f"- Differential privacy: {model.spent}." in card and "| epsilon |" not in card
-    assert "- Split learning: the server saw tokens under the defence noise=0.5, which guarantees no ε." in card
+    assert (
+        "- Split learning: the server saw tokens under the defence noise=0.5, which does not give differential privacy "
+        "(no ε)." in card
+    )
 
 
 def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

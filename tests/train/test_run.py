@@ -348,7 +348,7 @@ def test_a_folder_with_a_run_and_a_file_are_refused_before_the_data_is_read(mp3:
     (tmp_path / "file").touch()
     with pytest.raises(SitusError, match=r"file: is a file; a run is a folder"):
         train_run(absent, out=tmp_path / "file", device="cpu")
-    with pytest.raises(SitusError, match="already has a run; resume it"):
+    with pytest.raises(SitusError, match="already contains a run; resume this run"):
         train_run(absent, out=mp3, device="cpu")
 
 

@@ -29,7 +29,7 @@ def test_a_restart_knows_its_own_run_and_no_other(tmp_path: Path, monkeypatch: p
     assert begun_there(tmp_path / "run")
     under(monkeypatch, "job 8", 1)
     assert not begun_there(tmp_path / "run")
-    with pytest.raises(SitusError, match="already has a run"):
+    with pytest.raises(SitusError, match="already contains a run"):
         check_target(tmp_path / "run")
     RunFolder.create(tmp_path / "other", {})  # without torchrun
     assert not begun_there(tmp_path / "other")

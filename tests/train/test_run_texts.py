@@ -178,7 +178,7 @@ def test_a_locked_folder_that_lacks_parts_is_tuned_with_both_files(
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert (tmp_path / "tuned/config.json").read_text().count(str(tmp_path / "locked")) == 3  # model, tokeniser, init
     for given, said in (
-        ({}, "is locked, and without its key its blocks are scrambled"),
+        ({}, "is locked, and its blocks are scrambled without the key"),
         ({"key": key}, "give the owner's second file too"),
     ):
         with pytest.raises(SitusError, match=said):

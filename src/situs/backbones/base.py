@@ -351,7 +351,9 @@ class Backbone(nn.Module, ABC):
         wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
         if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
             shapes = f"images must have the shape {wanted}, not {list(x.shape)}"
-            raise SitusError(f"{self.name}: {shapes}; see img_size and in_chans", field="img_size")
+            raise SitusError(
+                f"{self.name}: {shapes}; the options img_size and in_chans set this shape", field="img_size"
+            )
         if not x.is_floating_point():
             raise SitusError(f"{self.name}: images must be normalised floats, not {x.dtype}")
         return x.to(dtype)

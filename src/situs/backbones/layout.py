@@ -164,7 +164,9 @@ class LayoutBuilder:
         kinds = {"Linear": (1, 0), "Conv1D": (0, 1)}
         kind = type(layer).__name__
         if kind not in kinds:
-            raise SitusError(f"{self._names[id(layer)]} is a {kind}, not one of: {', '.join(kinds)}")
+            raise SitusError(
+                f"{self._names[id(layer)]} is a {kind}, but Situs supports only these classes here: {', '.join(kinds)}"
+            )
         into, out = kinds[kind]
         bias = self.path(layer, "bias")
         return Projection(self.path(layer, "weight"), bias if bias in self.state else None, into, out, start, length)

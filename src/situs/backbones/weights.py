@@ -120,8 +120,8 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     side = math.isqrt(max(0, loaded.shape[1] - prefix))
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {loaded.shape[1]} rows cannot be divided into "
-            f"{counted(prefix, 'prefix rows')} and a square grid"
+            f"{what}: its position table has {loaded.shape[1]} rows; without {counted(prefix, 'prefix rows')}, the "
+            "number of rows must be a square"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)
@@ -162,7 +162,11 @@ def refuse_misfits(
     """Raises if tensors of a file do not fit a model, except those whose names start with one of `optional`."""
     problems = {"missing": missing, "not in the model": extra, "of another shape": wrong}
     required = {kind: [key for key in keys if not key.startswith(optional)] for kind, keys in problems.items()}
-    reasons = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in required.items() if keys]
+    reasons = [
+        f"{counted(len(keys), 'tensors')} {kind} (first: {', '.join(keys[:3])})"
+        for kind, keys in required.items()
+        if keys
+    ]
     if reasons:
         raise SitusError(f"{what} does not fit {model}: {'; '.join(reasons)}")
 

@@ -228,7 +228,7 @@ def read_steps(path: str | Path) -> StepTable:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, SitusError):
             raise error.prefixed(str(path)) from None
-        raise SitusError(f"{path}: is a damaged table of steps: {error!r}") from None
+        raise SitusError(f"{path}: the table of steps is damaged: {error!r}") from None
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------

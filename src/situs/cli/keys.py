@@ -165,7 +165,7 @@ def choose_passphrase() -> str:
         return from_environment
     first = ask_passphrase("Passphrase for the key: ")
     if not first:
-        raise SitusError("an empty passphrase protects nothing", field="passphrase")
+        raise SitusError("the passphrase must not be empty", field="passphrase")
     if ask_passphrase("Repeat it: ") != first:
         raise SitusError("the two passphrases differ: no key was written", field="passphrase")
     return first

@@ -153,4 +153,7 @@ class Play(NamedArgs):
         error = f" (the rounding changes the logits by at most {page.error:.1e})" if page.bits < 32 else ""
         print(f"{page.path}: {page.megabytes:.2f} MB, {page.weights:,} weights in {page.bits} bits{error}")
         images = f"{counted(page.images, 'images')} from {page.data}"
-        print(f"The page contains {images} and the model: share the page only with people who may have both.")
+        print(
+            f"The page contains the model and {images}. Share the page only with people who may have the model and "
+            "the images."
+        )

@@ -150,7 +150,7 @@ class DataConfig(_Tables):
             if name != self.modality.reading_option:
                 able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
                 raise SitusError(
-                    f"{name}: applies only to {able}, but {model} takes {self.modality.things}", field=name
+                    f"{name}: applies only to models of {able}, but {model} takes {self.modality.things}", field=name
                 )
             data = self.modality.read_as(data, value)
         return data

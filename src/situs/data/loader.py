@@ -359,8 +359,8 @@ def _check_bytes(source: Source, values: Mapping[str, Tensor], rows: int, max_by
             f"{size / 2**30:.2f} GiB" if max_bytes >= 1 << 30 else f"{size:,} bytes" for size in (needed, max_bytes)
         )
         raise SitusError(
-            f"{source.name}: {len(source)} {source.things} need {takes}, but the limit is {allowed}; "
-            "raise the limit (resident_gib), or stream the data (resident=never)",
+            f"{source.name}: {len(source)} {source.things} need {takes} of memory, but the limit is {allowed}; raise "
+            "the limit (resident_gib), or stream the data (resident=never)",
             field=("resident_gib", "resident"),
         )
 

@@ -152,7 +152,7 @@ def load_any(
     else:
         things = config.modality.things
         raise SitusError(
-            f"{model.name}: is not a run, and only a run records its data; name the {things}", field="data"
+            f"{model.name}: is not a run, and only a run records its data; give the {things}", field="data"
         )
     if count is not None:
         check_value("count", count, ">= 1")

@@ -72,7 +72,9 @@ def export_model(
     method, provenance = _read(source, ema)
     backbone = method.backbone
     if form == "timm" and backbone.source.get("library") != "timm":
-        raise SitusError(f"{backbone.name}: is a model of transformers, which timm does not have", field="form")
+        raise SitusError(
+            f"{backbone.name}: is a model of transformers, so it cannot be exported for timm", field="form"
+        )
     expected = _outputs(method)
     if form == "hf":
         from situs.backbones.hf.convert import as_transformers
@@ -247,7 +249,9 @@ def _check_graph(graph: nn.Module, images: Tensor, file: Path) -> float:
         worst = max(worst, float((outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-6)))
     if not worst <= TOLERANCE:
         raise SitusError(
-            f"onnxruntime's outputs differ from the model's by {worst:.1e} of the largest value", field="form"
+            f"the outputs in onnxruntime differ from the model's by {worst:.1e} of the largest value, so nothing was "
+            "written",
+            field="form",
         )
     return worst
 

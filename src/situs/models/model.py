@@ -148,7 +148,11 @@ def puzzle_method(
     if anchor_ratio is None:
         return method
     if not isinstance(method, MP3):
-        raise SitusError(f"{kind} has no anchors; only MP3 has anchors", field="anchor_ratio", value=anchor_ratio)
+        raise SitusError(
+            f"anchor_ratio: {kind} gives no hints; only MP3 gives hints (patches that keep their positions)",
+            field="anchor_ratio",
+            value=anchor_ratio,
+        )
     return method.under(anchor_ratio=anchor_ratio)
 
 
@@ -159,12 +163,13 @@ def anchor_notes(share: float, trained: float) -> tuple[str, ...]:
     """
     if share == trained:
         note = (
-            f"{percent(share, None)} of the patches keep their positions (anchors), as in training. Anchors count as "
-            "guesses."
+            f"{percent(share, None)} of the patches keep their positions (hints), as in training. The accuracy also "
+            "counts these patches."
         )
         return (note,) if share else ()
-    here = f"{percent(share, None)} keep them. Anchors count as guesses" if share else "no patch keeps its position"
-    return (f"{percent(trained, None)} of the patches kept their positions in training (anchors); here {here}.",)
+    kept = f"{percent(share, None)} keep them. The accuracy also counts these patches"
+    here = kept if share else "no patch keeps its position"
+    return (f"{percent(trained, None)} of the patches kept their positions in training (hints); here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:
@@ -206,5 +211,8 @@ def protection(spent: Spent | None, defence: str | None) -> list[str]:
     """Sentences of a model card on how the training protected its samples; none where it did not."""
     sentences = [] if spent is None else [f"Differential privacy: {spent}."]
     if defence is not None:
-        sentences.append(f"Split learning: the server saw tokens under the defence {defence}, which guarantees no ε.")
+        sentences.append(
+            f"Split learning: the server saw tokens under the defence {defence}, which does not give differential "
+            "privacy (no ε)."
+        )
     return sentences

@@ -197,7 +197,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
             f"model_args={dict(arguments)}: {source} is already a module, which takes no arguments", field="model_args"
         )
     if not isinstance(make, nn.Module):
-        raise SitusError(f"{source}: gives {type(make).__name__}; it must give an nn.Module (MODEL)")
+        raise SitusError(f"{source}: returns {type(make).__name__}; it must return an nn.Module (MODEL)")
     return make
 
 

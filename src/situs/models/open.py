@@ -138,7 +138,9 @@ def _open(
 def open_whole(source: str | Path, unlock: Unlock | None) -> Model:
     """A locked folder opened with its key; an error without one."""
     if unlock is None:
-        raise SitusError(f"{source}: is locked, and without its key its blocks are scrambled", field="key")
+        raise SitusError(
+            f"{source}: is locked, and its blocks are scrambled without the key; give the key", field="key"
+        )
     return open_model(source, unlock=unlock)
 
 
@@ -159,7 +161,7 @@ def model_folder(source: str | Path) -> Path | None:
 def _refuse(what: str, **settings: Any) -> None:
     for name, value in settings.items():
         if value is not None:
-            raise SitusError(f"{name}={value}: {what} has its own", field=name)
+            raise SitusError(f"{name}={value}: {what} has its own {name}; leave {name} out", field=name)
 
 
 def _open_run(source: str, device: torch.device | str, **options: Any) -> Model:
@@ -311,8 +313,8 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} (published by "
-            f"timm), or {RANDOM}",
+            f"{name}: is neither a run nor an export; if it is a timm name, also give weights: a file, {PUBLISHED} "
+            f"(published by timm) or {RANDOM}",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights

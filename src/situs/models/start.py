@@ -115,7 +115,11 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         backbone = replace(config.backbone, weights=None)
         return FinetuneSource(backbone, source, _fields(data, SAME_DATA), sees, learned=learned)
     if names_code(source):
-        raise SitusError(f"{source}: is your own module, which a run cannot build again", field="source")
+        raise SitusError(
+            f"{source}: is your own module; a run cannot start from it, because the run could not build the module "
+            "again",
+            field="source",
+        )
     folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
@@ -175,7 +179,7 @@ def _config_of(model: Model) -> BackboneConfig:
     backbone = model.backbone
     if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
-        advice = "" if isinstance(backbone, OwnModule) else "; save it (save_pretrained) and name the folder"
+        advice = "" if isinstance(backbone, OwnModule) else "; save the module (save_pretrained) and give the folder"
         raise SitusError(f"{model.name}: is {kind}, which a run cannot build again{advice}", field="source")
     from situs.backbones.timm.create import remade  # timm takes seconds
 

@@ -39,7 +39,7 @@ def numbers_of(job: Job, folder: Path) -> dict[str, Any]:
         return _log_of(folder)
     files = figure_files(folder)
     if len(files) != 1:
-        raise SitusError(f"{folder}: must have one file of numbers, but has {len(files)}")
+        raise SitusError(f"{folder}: must contain one JSON file with results, but contains {len(files)}")
     return read_json(files[0])
 
 
@@ -140,7 +140,7 @@ def _absent(path: str, step: str, value: Any) -> SitusError:
         near = [name for name in get_close_matches(step, map(str, value), n=1) if name not in shown]
         present = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
     else:
-        present = f"it is a list of {len(value)}" if isinstance(value, list) else f"there is {value!r}"
+        present = f"there is a list of {len(value)}" if isinstance(value, list) else f"there is {value!r}"
     return SitusError(f"figure={path!r}: has no {step}; {present}", field="figure")
 
 

@@ -104,7 +104,11 @@ class StudyFolder:
                 name = str(old.get("study"))  # the folder's copy of a file on another machine
             for key, value in (("study", name), ("scale", scale)):
                 if old.get(key) != value:
-                    raise SitusError(f"{path}: holds {key} {old.get(key)!r}, not {value!r}", field=("out", key))
+                    raise SitusError(
+                        f"{path}: was started with {key} {old.get(key)!r}, not {value!r}; give the same {key}, or "
+                        "choose another folder",
+                        field=("out", key),
+                    )
             seeds = max(_seeds_of(path, old), seeds or 0)
         elif path.exists() and (not path.is_dir() or any(entry.name != ".lock" for entry in path.iterdir())):
             raise SitusError(f"{path}: must be empty or the folder of a study", field="out")
@@ -164,7 +168,9 @@ class StudyFolder:
         if task.name not in self._states:
             state = read_json(task.file("json")) if task.file("json").is_file() else {}
             if state and (state.get("state") not in STATES or not isinstance(state.get("recipe"), Mapping)):
-                raise SitusError(f"{task.file('json')}: has no state of the job; delete this file to run the job again")
+                raise SitusError(
+                    f"{task.file('json')}: does not contain the state of a job; delete this file to run the job again"
+                )
             self._states[task.name] = state
         return self._states[task.name]
 
@@ -282,7 +288,9 @@ class StudyFolder:
         if task is None:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
-            raise SitusError(f"take: a model can only replace a training, but {name} is a measurement", field="take")
+            raise SitusError(
+                f"take: a model can replace only the result of a training, but {name} is a measurement", field="take"
+            )
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} must be a run or an export, but has no config.json", field="take")
         state = self.state(task)

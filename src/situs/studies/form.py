@@ -151,7 +151,8 @@ class Job(Checked):
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
             raise SitusError(
-                f"verb={self.verb!r}: must be the verb of a training if preset or change is given", field="preset"
+                f"verb={self.verb!r}: is not the verb of a training; preset and change apply only to trainings",
+                field="preset",
             )
         if self.after and self.model:
             raise SitusError("after and model: give only one of them", field=("after", "model"))
@@ -166,7 +167,7 @@ class Job(Checked):
                 raise SitusError(f"each.{name}=[]: must have at least one value", field=f"each.{name}")
         for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
             if name in self.options and not (name == "seed" and not how.seed):
-                raise SitusError(f"options.{name}: is set by the study itself", field=f"options.{name}")
+                raise SitusError(f"options.{name}: is set by the study itself; leave it out", field=f"options.{name}")
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,10 @@ class Table(Checked):
                 value = getattr(row, name)
                 if isinstance(value, tuple) and value and len(value) != len(self.columns):
                     where = f"rows[{index}].{name}"
-                    raise SitusError(f"{where}: has {len(value)} entries for {len(self.columns)} columns", field=where)
+                    raise SitusError(
+                        f"{where}: has {len(value)} entries, but the number of columns is {len(self.columns)}",
+                        field=where,
+                    )
 
 
 @dataclass(frozen=True)
@@ -261,9 +265,14 @@ class Line(Checked):
         for name in ("paper", "ours", "job", "figure"):
             value = getattr(self, name)
             if isinstance(value, tuple) and value and len(value) != len(self.at):
-                raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
+                raise SitusError(
+                    f"{name}: has {len(value)} entries, but the number of points is {len(self.at)}", field=name
+                )
         if self.job and bool(self.at) == bool(self.over):
-            raise SitusError("at, over: give either at (the points) or over (the path of the job's points)", field="at")
+            raise SitusError(
+                "at, over: give either at (the x values) or over (the path of the x values in the job's output)",
+                field="at",
+            )
 
 
 @dataclass(frozen=True)
@@ -411,7 +420,9 @@ class Study(Checked):
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: must be given for rows with our numbers (date and machine)", field="measured")
+            raise SitusError(
+                "measured: must give the date and the machine, because rows or lines have our numbers", field="measured"
+            )
         names = {entry.name for entry in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
         for index, entry in enumerate(self.missing):

@@ -129,7 +129,9 @@ def _check_names(study: Study, jobs: Jobs) -> None:
         if job and job not in jobs:
             raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
-            raise SitusError(f"{where}: names the job {job!r}, but needs a figure of this job too", field=where)
+            raise SitusError(
+                f"{where}: names the job {job!r}, but not the number to read from this job (figure)", field=where
+            )
         try:
             check_path(figure)
         except SitusError as error:

@@ -197,7 +197,7 @@ class StudyList:
         return (
             f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one "
             'seed (~: estimated). The columns "the paper\'s numbers" and "ours" show how many numbers a table has, '
-            "and the range of its first column."
+            "and the smallest and the largest number of its first column."
         )
 
     def tables(self) -> Iterator[Printed]:

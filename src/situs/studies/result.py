@@ -214,7 +214,10 @@ class StudyResult(Result):
         if self.study.note:
             yield self.study.note
         if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
-            yield f"At scale {self.scale} the jobs are smaller than those of the paper, so differences mean little."
+            yield (
+                f"At scale {self.scale} the jobs are smaller than those of the paper, so the differences from the "
+                "paper's numbers mean little."
+            )
         if not self.tasks and self.study.measured and self.study.measured.note:
             yield f"On our numbers: {self.study.measured.note}."
         for task in self.tasks:
@@ -230,7 +233,7 @@ class StudyResult(Result):
             lost = f"{counted(len(unread), 'numbers')} of finished jobs {verb(len(unread), 'were')} not found"
             yield f"{lost}: {'; '.join(unread[:LISTED])}."
         for entry in self.study.missing:
-            names = ", ".join((*entry.rows, *entry.columns)) or "all of it"
+            names = ", ".join((*entry.rows, *entry.columns)) or "the whole study"
             yield f"Missing: {names} needs {entry.package}: {entry.why}."
 
     def ours(self) -> Iterator[str]:

@@ -201,7 +201,7 @@ class _Runner:
                     continue
                 if self.folder.ended(task) == BEGUN and task.begun and task.name in tasks:
                     raise SitusError(
-                        f"{self.data[name]}: must be the {name} that job {task.name} started with; give the original "
+                        f"{self.data[name]}: job {task.name} started with other data for {name}; give the original "
                         f"path, or delete jobs/{task.name} to start the job again",
                         field="data",
                     )

@@ -98,7 +98,7 @@ class RunConfig(Checked):
             raise SitusError("differential privacy does not support added losses", field="added")
         if self.added and self.tuning.parts != "all":
             raise SitusError(
-                f"added losses train all layers, but tuning.parts={self.tuning.parts} does not", field="added"
+                f"added losses need tuning.parts=all, but tuning.parts is {self.tuning.parts}", field="added"
             )
         for text in self.added:
             parse(text)
@@ -138,7 +138,7 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
     """The default `Start`: refuses, since only `situs.models` knows how to read first weights."""
     raise SitusError(
-        f"init={config.init}: it cannot be loaded, because the setup has no function `start` for {backbone.name}",
+        f"init={config.init}: cannot be loaded into {backbone.name}, because the setup has no function `start`",
         field="start",
     )
 

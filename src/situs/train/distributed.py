@@ -48,7 +48,10 @@ def find_device(device: Any = None) -> torch.device:
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise SitusError(f"device={device}: this machine has no CUDA device", field="device")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise SitusError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices", field="device")
+        raise SitusError(
+            f"device={device}: this machine has only {torch.cuda.device_count()} CUDA devices, numbered from 0",
+            field="device",
+        )
     if kind.type not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=kind).tolist()
@@ -68,7 +71,7 @@ def start(device: str | None = None) -> Ranks:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
     if kind.type not in ("cpu", "cuda"):
-        raise SitusError(f"device={device}: several ranks can only compute on cpu or cuda", field="device")
+        raise SitusError(f"device={device}: a run with several ranks needs cpu or cuda", field="device")
     if kind.type == "cuda":
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(kind)

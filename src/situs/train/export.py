@@ -181,20 +181,19 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
             "The model was trained without positions. Its "
             f"{' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
             f"so the entries of the {'words' if sentences else 'patches'} are zero here"
-            f"{'' if remaining else ': the plain forward gives the trained features'}. "
+            f"{'' if remaining else ', and the forward pass of the library gives the trained features'}. "
             f"{_GIVE_WORDS if sentences else _GIVE}"
         )
     if remaining:
         notes.append(
-            "The model was trained without positions. But its "
-            f"{' and '.join(map(_WORDS.__getitem__, remaining))} is not a weight and acts in the plain "
-            "forward, so the plain forward does not give the trained features. Use situs features to "
-            "get the trained features."
+            f"The model was trained without positions. But its {' and '.join(map(_WORDS.__getitem__, remaining))} is "
+            "not a weight, and the library's forward pass still applies it. So the library's forward pass does not "
+            "give the trained features. Use situs features to get the trained features."
         )
     return notes, bool(remaining)
 
 
-_GIVE = "Before you fine-tune the model with positions, give it new positions."
+_GIVE = "To fine-tune with positions, give the model new positions first."
 _GIVE_WORDS = "To fine-tune with positions, start from the run, which still has its position table."
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 

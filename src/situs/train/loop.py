@@ -249,8 +249,8 @@ class _Loop:
                 else:
                     if self.step % self.per_epoch:
                         raise SitusError(
-                            f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
-                            "the data has fewer samples than it announced"
+                            f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: the "
+                            "data gave fewer samples than its length"
                         )
         complete = self.step == self.total
         if complete and self.best is not None:
@@ -462,14 +462,14 @@ class _Loop:
             if state.get(name, now) != now:  # old checkpoints have no order
                 raise SitusError(
                     f"{self.run.path}: cannot resume: {name} was {state[name]} and is now {now}, so the data or the "
-                    "batch has changed",
+                    "batch size has changed",
                     field="resume",
                 )
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, "
-                f"so the run cannot end at {self.total}",
+                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, so the run cannot end at step "
+                f"{self.total}",
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:

@@ -254,7 +254,7 @@ def clip_gradients(parameters: Sequence[Tensor], config: OptimConfig) -> Tensor:
     """Clips the gradients in place; gives their norm over all parameters before that, on the device."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
-        raise SitusError("no parameter has a gradient: the loss does not depend on anything that is trained")
+        raise SitusError("no parameter has a gradient: the loss does not depend on any trained parameter")
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     clip_by(gradients, config, clip_share(norm, config))
     return norm

@@ -58,10 +58,9 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 
 NOT_COVERED = (
     "ε covers the weights, their moving average (EMA) and everything computed from them. ε does not cover the "
-    "training loss and accuracy in the log, the samples of the validation split, the choice of settings "
-    "or of a checkpoint, or the data that the initial weights were trained on. For clips, ε does not "
-    "cover the mean and deviation either, which are measured on the training clips. Rounding errors "
-    "are ignored"
+    "training loss and accuracy in the log, the samples of the validation split, the choice of settings or of a "
+    "checkpoint, or the data that the initial weights were trained on. For clips, the mean and standard deviation "
+    "are measured on the training clips, and ε does not cover these two values. Rounding errors are ignored"
 )
 """What a reader must know of every ε."""
 
@@ -153,7 +152,11 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     while epsilon_of(high, rate, steps, delta) > epsilon:
         high *= STRIDE
         if high > MOST_NOISE:
-            raise SitusError(f"epsilon={epsilon}: no amount of noise gives this ε in {steps} steps", field="dp.epsilon")
+            raise SitusError(
+                f"epsilon={epsilon}: no noise up to {MOST_NOISE:g} · C gives this ε in {steps} steps; give a larger "
+                "ε, or train fewer steps",
+                field="dp.epsilon",
+            )
     low = high / STRIDE
     while (spent := epsilon_of(low, rate, steps, delta)) <= epsilon:
         if spent > 0.99 * epsilon:
@@ -296,7 +299,7 @@ class PrivateStepper(Stepper):
         if options["precision"] == "fp16":
             raise SitusError(field=("train.precision", "dp"), value="fp16", allowed="bf16 or fp32 with dp")
         if distributed.world() > 1:
-            raise SitusError("dp: trains on one rank only", field="dp")
+            raise SitusError("dp: training with differential privacy supports only one rank", field="dp")
         super().__init__(method, optim, **{**options, "compiled": False, "graph": False})
         self.mechanism, self.when = mechanism, When()
         names = {id(p): name for name, p in method.named_parameters()}
@@ -319,7 +322,7 @@ class PrivateStepper(Stepper):
         total, count = None, 0
         for part in parts:
             if part.draws:
-                raise SitusError("dp: methods with random draws are not supported", field="dp")
+                raise SitusError("dp: methods that draw random masks or orders in a step are not supported", field="dp")
             for at in range(0, len(part.batch.ids), self.at_once):
                 sums = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
                 total = sums if total is None else total + sums
@@ -410,7 +413,7 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total}"
+                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total} steps"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {reason}", field=("train.epochs", "train.max_steps"))
         noise, rate, sentence = self.plan(method, loader, total)
         self.secret, existed = secret_of(run.path)

@@ -296,7 +296,7 @@ def _try_out(method: Method, loader: Loader, seed: int) -> tuple[tuple[int, ...]
     """The shape of the first batch, and the loss of a few of its samples."""
     batch = next(loader.iterate(), None)
     if batch is None:
-        raise SitusError(f"{loader.source.name}: has not a single batch", field="data")
+        raise SitusError(f"{loader.source.name}: contains no batch", field="data")
     few = batch.part(slice(0, TRIED))
     method.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

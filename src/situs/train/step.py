@@ -255,7 +255,10 @@ class Stepper:
         names = ("loss", *output.metrics)
         if names != self.names:
             if self.names:
-                raise SitusError(f"{type(self.method).__name__}: metrics were {self.names} and are now {names}")
+                raise SitusError(
+                    f"{type(self.method).__name__}: every step must give the same metrics, but they were {self.names} "
+                    f"and are now {names}"
+                )
             self.names = names
         return torch.stack([value.detach().float() for value in (output.loss, *output.metrics.values())])
 

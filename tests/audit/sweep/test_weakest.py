@@ -198,7 +198,7 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
     assert str(stopped).count("0 defences finished") == 1 and "there is no result for any defence" in str(stopped)
     page = make_page(stopped).render()
     assert "0 defences finished" in page and "weakest setting that passes" not in page + str(stopped)  # no empty table
-    with pytest.raises(SitusError, match="mse falls as a copy gets better") as error:
+    with pytest.raises(SitusError, match="a low mse means a good copy") as error:
         find_defences(victim, "samples", "mse=1", attacks=["patchembed"])
     assert error.value.field == "find_defence"
     for text in ("withhold=1.5", "withhold=-1"):

@@ -590,7 +590,7 @@ def test_a_subclass_is_refused():
     class ViTModel(transformers.ViTModel):
         pass
 
-    with pytest.raises(SitusError, match="its class ViTModel is not among those Situs knows"):
+    with pytest.raises(SitusError, match="its class ViTModel is not among the classes that Situs supports"):
         create_backbone(ViTModel(transformers.ViTConfig(**VIT)))
 
 
@@ -641,7 +641,9 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
     with pytest.raises(SitusError, match="the folder has no weights"):
         create_backbone(tmp_path)
     file.write_text(file.read_text().replace('"hidden_size": ', '"hidden_size": "x", "other": '))
-    with pytest.raises(SitusError, match=r"config.json: transformers refuses it \(.*'hidden_size' expected int"):
+    with pytest.raises(
+        SitusError, match=r"config.json: transformers cannot read this file \(.*'hidden_size' expected int"
+    ):
         create_backbone(file)
 
 
@@ -670,8 +672,8 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
     with pytest.raises(SitusError) as caught:
         create_backbone(tmp_path, weights=file)
     assert str(caught.value).endswith(
-        "does not fit ViTModel: 1 missing (first: layers.1.mlp.fc1.weight); 1 not in the model (first: odd); "
-        "1 of another shape (first: layernorm.weight)"
+        "does not fit ViTModel: 1 tensor missing (first: layers.1.mlp.fc1.weight); 1 tensor not in the model "
+        "(first: odd); 1 tensor of another shape (first: layernorm.weight)"
     )
 
 
@@ -719,7 +721,7 @@ def test_model_args_change_the_config_and_not_the_one_given():
     assert (config.num_channels, config.patch_size, config.image_size, config.num_labels) == (3, 4, 16, 2)
     with pytest.raises(SitusError, match=r"unknown entry of ViTConfig \(model_args\) 'patchsize'; choose one of:"):
         create_backbone(config, model_args={"patchsize": 8})
-    with pytest.raises(SitusError, match="ViTConfig refuses them"):
+    with pytest.raises(SitusError, match="ViTConfig does not accept these arguments"):
         create_backbone(config, model_args={"patch_size": "eight"})
     with pytest.raises(SitusError, match="applies only to a new model"):
         create_backbone(make_model("vit"), num_classes=4)

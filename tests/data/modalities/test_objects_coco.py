@@ -156,7 +156,7 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     with pytest.raises(SitusError, match=r"instances_train2017\.json: is not valid JSON: "):
         opened(tmp_path)
     file.write_text("[1]", encoding="utf-8-sig")  # with a mark of Windows in front
-    with pytest.raises(SitusError, match="must have a table, not a list"):
+    with pytest.raises(SitusError, match="must contain a table at its top level, not a list"):
         opened(tmp_path)
     with pytest.raises(SitusError, match="contains no json with objects, such as "):
         opened(tmp_path / "train2017")

@@ -61,12 +61,12 @@ def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
     assert (without.anchors, hinted.hint_ratio, hinted.under(anchor_ratio=0.0).hint_ratio) == (0.0, 0.4, 0.0)
     asked = replace(without, trained_anchors=0.4).summary()
     assert asked.notes == (
-        "40 % of the patches kept their positions in training (anchors); here no patch keeps its position.",
+        "40 % of the patches kept their positions in training (hints); here no patch keeps its position.",
     )
     with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
         hinted.under(anchor_ratio=1.0)
     made = make_droppos()
-    with pytest.raises(SitusError, match="DropPos has no anchors; only MP3 has anchors"):
+    with pytest.raises(SitusError, match="DropPos gives no hints; only MP3 gives hints"):
         puzzle_method(Model("run", made.backbone, made), anchor_ratio=0.0)
 
 

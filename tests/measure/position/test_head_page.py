@@ -46,7 +46,7 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     assert found.numbers()["accuracy"] == rows
     assert found.summary().tables[0].rows == [["0", "25.00", "75.00"], ["0.5", "12.50", "50.00"]]
     text = make_page(found).render()
-    said = "10 % of the patches keep their positions (anchors), as in training. Anchors count as guesses."
+    said = "10 % of the patches keep their positions (hints), as in training. The accuracy also counts these patches."
     assert said in text and found.summary().notes == (said,)
     assert PositionCurve({0.0: 0.25}, 10, 16, 0.4).summary().notes == ()
 

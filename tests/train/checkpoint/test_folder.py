@@ -141,7 +141,7 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_again(run: RunFolder) -> N
         damaged = run.save(step, files(step), {}, keep=3)
         (damaged / "model.safetensors").write_bytes(b"cut")
     content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    with pytest.raises(SitusError, match=r"no whole checkpoint left \(.* step 2 is damaged .*in another folder"):
+    with pytest.raises(SitusError, match=r"damaged or missing \(.* step 2 is damaged .*in another folder"):
         _ = RunFolder.open(run.path).start
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == content
 
@@ -152,7 +152,7 @@ def test_a_log_that_is_longer_than_a_run_without_checkpoints_can_be(tmp_path: Pa
     assert RunFolder.open(run.path).start is None  # killed while it wrote its first checkpoint, which the second awaits
     run.append({"step": 9})
     assert RunFolder.open(run.path, {"train": {"save_every": 4}}).steps() == []
-    with pytest.raises(SitusError, match=r"\(step 9 is logged, but no checkpoint exists\); start it again"):
+    with pytest.raises(SitusError, match=r"\(step 9 is logged, but no checkpoint exists\); start the run again"):
         _ = RunFolder.open(run.path).start
 
 

@@ -150,8 +150,8 @@ def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
     """The requested settings as entries of a transformers config; those without an entry are refused."""
     if wanted.drop_path:
         raise SitusError(
-            f"drop_path={wanted.drop_path}: applies only to timm models, because transformers models have no "
-            "stochastic depth that rises from block to block",
+            f"drop_path={wanted.drop_path}: applies only to timm models, because models of transformers have no drop "
+            "rate that increases from block to block",
             field="backbone.drop_path",
         )
     entries = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
@@ -187,7 +187,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     try:
         config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a value of another kind than transformers wants
-        raise SitusError(f"{file}: transformers refuses it ({' '.join(str(error).split())})") from error
+        raise SitusError(f"{file}: transformers cannot read this file ({' '.join(str(error).split())})") from error
     if path == file or not need_weights:
         return config, None
     if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
@@ -210,7 +210,9 @@ def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
         return kind.from_dict({**entries, **model_args})
     except (TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise SitusError(f"model_args={dict(model_args)}: {kind.__name__} refuses them ({reason})") from error
+        raise SitusError(
+            f"model_args={dict(model_args)}: {kind.__name__} does not accept these arguments ({reason})"
+        ) from error
 
 
 def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:

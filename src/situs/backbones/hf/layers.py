@@ -177,7 +177,8 @@ def fit(positions: Positions | None, count: int, whole: int | None, kinds: tuple
         return positions
     if whole is None or places != {whole} or count > whole:
         raise SitusError(
-            f"{name}: {max(places)} positions do not fit {count} tokens; choose positions with take(index)"
+            f"{name}: {max(places)} positions do not fit {count} tokens; select the positions of these tokens with "
+            "take(index)"
         )
     table = None if positions.table is None else positions.table[..., :count, :]
     rotary = None if positions.rotary is None else positions.rotary[..., :count, :]

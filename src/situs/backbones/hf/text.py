@@ -489,8 +489,8 @@ class LlamaBackbone(DecoderBackbone):
         kind = self.inner.rotary_emb.rope_type
         if kind not in FIXED_ROTATIONS:
             raise SitusError(
-                f"rope_type={kind!r}: {self.name} needs angles that do not depend on the length, as these types have: "
-                f"{', '.join(FIXED_ROTATIONS)}"
+                f"rope_type={kind!r}: {self.name} supports only rotary angles that do not depend on the length of the "
+                f"text; supported types: {', '.join(FIXED_ROTATIONS)}"
             )
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
         self._factor = float(torch.tensor(self.inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))

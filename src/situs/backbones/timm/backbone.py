@@ -289,7 +289,7 @@ class SwinBackbone(TimmBackbone):
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         if mask is not None:
-            raise SitusError(f"{self.name}: takes images, which have no padding mask")
+            raise SitusError(f"{self.name}: takes images, so it takes no padding mask")
         return super().assemble(tokens, positions)
 
     def ready_to_select(self, kept: int) -> None:
@@ -387,10 +387,10 @@ def enable_cells(backbone: SwinBackbone) -> None:
     if not fits:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
-            f"{backbone.name} cannot take one patch of each 2x2 cell: in every stage, half of each side of "
-            f"the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be a multiple of the "
-            "window size "
-            f"({', '.join(map(str, windows))}). Double the image size, for example to 448 pixels for windows of 7",
+            f"{backbone.name} cannot take one patch of each 2x2 cell, because the window size does not fit. In every "
+            f"stage, half of each side of the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be "
+            f"a multiple of the window size ({', '.join(map(str, windows))}). Double the image size, for example to "
+            "448 pixels for windows of 7",
             field="data.img_size",
         )
     for stage in backbone.model.layers:
@@ -477,8 +477,9 @@ def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
     if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
         raise SitusError(
-            f"{name}: Situs supports only models that embed each patch alone (PatchEmbed). Here the "
-            f"{type(stem).__name__} also uses neighbouring pixels, so a token reveals its position"
+            f"{name}: Situs supports only models that compute each token from the pixels of one patch (PatchEmbed). "
+            f"The {type(stem).__name__} of this model also uses pixels outside the patch, so a token reveals its "
+            "position"
         )
 
 

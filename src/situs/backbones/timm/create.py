@@ -38,7 +38,9 @@ def wrap_timm(model: nn.Module, name: str) -> Backbone:
 def _check_class(model: nn.Module, name: str) -> None:
     if type(model) not in FAMILIES:
         known = ", ".join(sorted(kind.__name__ for kind in FAMILIES))
-        raise SitusError(f"{name}: its class {type(model).__name__} is not among those Situs knows: {known}")
+        raise SitusError(
+            f"{name}: its class {type(model).__name__} is not among the classes that Situs supports: {known}"
+        )
 
 
 def remade(backbone: Backbone) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
     if config.positions == "none":  # only timm's plain ViT can be made without a table
         if _module_of(config.name) != "vision_transformer":
             reason = f"positions='none': {config.name} cannot be built without positions"
-            raise SitusError(f"{reason}; encode(positions=None) leaves its positions out")
+            raise SitusError(f"{reason}; call encode(positions=None) to leave the positions out")
         arguments["pos_embed"] = "none"
     return arguments
 

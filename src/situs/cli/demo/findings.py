@@ -76,7 +76,7 @@ def find_places(stage: Stage) -> Finding:
         drawn, f"Training for {counted(stage.length.epochs, 'epochs')}. Each patch attends to half of the patches."
     )
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "One image at several η, the ratio of masked patches.")
+    section.figure(drawn, "One image at several mask ratios η.")
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images are shuffled together and divided into two sets. The model builds one image from "
@@ -90,8 +90,8 @@ def find_places(stage: Stage) -> Finding:
             else "In this run the model learned little about where patches belong.",
             f"{right * PLACES:.1f} of {PLACES}",
             "patches at their true position, on average",
-            f"Above: the input of the model. Below: each patch at its predicted position. The number is an average "
-            f"over {puzzles.scores[whole].images:,} test images; a random guess is right 1 time in {PLACES}.",
+            "Above: the input of the model. Below: each patch at its predicted position. The number is an average "
+            f"over {puzzles.scores[whole].images:,} test images. Random guesses are right for 1 of {PLACES} patches.",
             picture,
             ("How MP3 learns this", section.title),
         )
@@ -201,8 +201,9 @@ def find_lock(stage: Stage) -> Finding:
         without_embedding = situs.audit_lock(withheld, key=key, images="samples", device="cpu")
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
-        "The lock permutes the channels between the blocks by a key. With the key the model runs as "
-        "before. Without the key the weights do not fit together. A lock is obfuscation, not encryption."
+        "The lock permutes the channels between the blocks by a key. With the key, the model runs as before. Without "
+        "the key, the layers use different orders of the channels, so the model does not work. A lock is "
+        "obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
     section.text(f"With the embedding withheld: {without_embedding.verdict}")
@@ -222,8 +223,8 @@ def find_lock(stage: Stage) -> Finding:
             f"A model can be locked with a key. {outcome}",
             f"{best.right} of {best.size}",
             "channels of the key found",
-            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the embedding is "
-            "withheld, an attacker who has only images cannot begin an attack.",
+            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner also "
+            "withholds the embedding, an attacker that has only images cannot run this attack.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )
@@ -243,14 +244,14 @@ def find_order(stage: Stage) -> Finding:
     rows = [mixed[:SHOWN], pictures[:SHOWN], audit.pictures[:SHOWN]]
     section = stage.page.section("What the server of split learning sees")
     section.text(
-        "In split learning a client keeps images and labels, and a server computes the blocks. Here the "
-        "client sends the tokens of each image in a new random order, and their channels in the order of "
-        f"a key. The server receives the tokens of {audit.samples} images. The server has the public model that "
-        f"training started from, so the server knows the embedding. The server also has {PUBLIC} other images. The "
-        f"server finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
-        f"{percent(scores['places'])} of the positions by the position embeddings. A linear map fitted on "
-        f"the {PUBLIC} images then recovers the pixels at {scores['psnr']:.1f} dB. The best guess without any "
-        f"token reaches {audit.guess('psnr') or 0.0:.1f} dB."
+        "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
+        "the tokens of each image in a new random order, and their channels in the order of a key. The server "
+        f"receives the tokens of {audit.samples} images. The server has the public model that training started from, "
+        f"so the server knows the embedding. The server also has {PUBLIC} other images. From the distribution of the "
+        f"values, the server finds {percent(scores['channels'])} of the channels. From the position embeddings, the "
+        f"server finds {percent(scores['places'])} of the positions. A linear map that is fitted on the {PUBLIC} "
+        f"images then recovers the pixels with a PSNR of {scores['psnr']:.1f} dB. The best guess without any token "
+        f"has a PSNR of {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")
     caption = (

@@ -85,7 +85,8 @@ def alike(images: Sequence[Tensor]) -> list[Tensor]:
         images = [as_floats(image) for image in images]
     if len(counts := sorted({image.shape[-3] for image in images})) > 1:
         raise SitusError(
-            f"images of {' and '.join(map(str, counts))} channels cannot be in one batch; set channels",
+            f"images of {' and '.join(map(str, counts))} channels cannot be in one batch; set channels to one number "
+            "for all images",
             field="channels",
         )
     return list(images)

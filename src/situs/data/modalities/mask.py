@@ -165,7 +165,8 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
         )
     if most < config.start:
         raise SitusError(
-            f"{where}: its masks contain no class number ({config.start} or larger)", field="data.masks.first"
+            f"{where}: no pixel of its masks has a class number; class numbers start at {config.start}",
+            field="data.masks.first",
         )
     return tuple(str(number) for number in range(config.start, most + 1) if number not in config.void)
 

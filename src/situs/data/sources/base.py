@@ -214,7 +214,7 @@ class TensorSource(Source):
             raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one per image")
         if labels is not None and many and (labels.shape, labels.dtype) != ((len(images), count), torch.int8):
             allowed = f"[{len(images)}, {count}] int8, with 1, 0 or -1 (unknown) for each class"
-            raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {allowed}")
+            raise SitusError(f"labels of shape {tuple(labels.shape)} and type {labels.dtype}: must be {allowed}")
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:

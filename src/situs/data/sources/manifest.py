@@ -31,13 +31,16 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
         if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
             return None
         if manifest["version"] != 1:
-            raise SitusError(f"{name}: has version {manifest['version']}; this version of situs reads version 1")
+            raise SitusError(
+                f"{name}: the manifest has version {manifest['version']}, but this version of situs reads only "
+                "version 1"
+            )
         for shard in manifest["shards"]:
             file = shard["file"]
             if PurePosixPath(file).name != file or file in {"", ".", ".."}:
-                raise SitusError(f"{name}: is damaged: {file!r} is not a shard")
+                raise SitusError(f"{name}: is damaged: {file!r} is not a file name of a shard")
             if not isinstance(shard["bytes"], int) or not isinstance(shard["sha256"], str):
-                raise SitusError(f"{name}: is damaged: it has no size or no SHA-256 of {file!r}")
+                raise SitusError(f"{name}: is damaged: the size or the SHA-256 of {file!r} is missing")
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, SitusError):
             raise

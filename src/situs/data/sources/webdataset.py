@@ -82,7 +82,9 @@ class TarSource(EncodedSource):
         most = int(labels.max())
         if most >= 0 and (unlabelled := np.flatnonzero(labels < 0)).size:
             first = int(unlabelled[0])
-            raise SitusError(f"{self._file(first)}: {self._index.name(first)} has no .cls, but other images have one")
+            raise SitusError(
+                f"{self._file(first)}: {self._index.name(first)} has no class (.cls file), but other images have one"
+            )
         classes = None
         if most >= 0:
             folder = path if path.is_dir() else path.parent
@@ -183,7 +185,9 @@ def _class_names(file: Path, count: int) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise SitusError(f"{file}: must be UTF-8 text, one class per line ({error.reason})") from error
     if len(names) < count:
-        raise SitusError(f"{file}: names {counted(len(names), 'classes')}, the shards use {count}")
+        raise SitusError(
+            f"{file}: has the names of {counted(len(names), 'classes')}, but the shards use {count} classes"
+        )
     return names
 
 

@@ -359,7 +359,8 @@ class RunFolder:
         if damaged or gone or (due is not None and done > 2 * due):
             lost = damaged[0] if damaged else f"step {done} is logged, but no checkpoint exists"
             raise SitusError(
-                f"{self.path}: the run has no whole checkpoint left ({lost}); start it again in another folder",
+                f"{self.path}: all checkpoints of this run are damaged or missing ({lost}); start the run again in "
+                "another folder",
                 field="out",
             )
         return None
@@ -454,7 +455,9 @@ def check_target(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise SitusError(f"{path}: is a file; a run is a folder", field="out")
     if (path / "config.json").exists() and (path / "checkpoints").is_dir():
-        raise SitusError(f"{path}: already has a run; resume it or choose another folder", field=("resume", "out"))
+        raise SitusError(
+            f"{path}: already contains a run; resume this run, or choose another folder", field=("resume", "out")
+        )
     names = sorted(p.name for p in path.iterdir() if p.name not in (LOCK, MARK)) if path.is_dir() else []
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

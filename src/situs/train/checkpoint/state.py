@@ -68,11 +68,12 @@ def check_fit(where: str, targets: Mapping[str, Tensor], shapes: Mapping[str, Se
     """Refuses names or shapes that differ from the targets'."""
     for name in sorted(targets.keys() ^ shapes.keys()):
         problem = "is not in the file" if name in targets else "is in the file but not in the model"
-        raise SitusError(f"{where} does not fit: {name} {problem}")
+        raise SitusError(f"{where} does not fit the model: {name} {problem}")
     for name, target in targets.items():
         if tuple(target.shape) != tuple(shapes[name]):
             raise SitusError(
-                f"{where} does not fit: {name} has the shape {list(shapes[name])} instead of {list(target.shape)}"
+                f"{where} does not fit the model: {name} has the shape {list(shapes[name])} instead of "
+                f"{list(target.shape)}"
             )
 
 
@@ -98,7 +99,9 @@ def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
     owner, kind = name.rsplit("/", 1)
     parameter = _named(optimizer).get(owner)
     if parameter is None:
-        raise SitusError(f"optimizer.safetensors does not fit: {owner} is in the file but is not trained")
+        raise SitusError(
+            f"optimizer.safetensors does not fit the run: {owner} is in the file, but the run does not train it"
+        )
     like = torch.zeros((), dtype=torch.float32, device=parameter.device) if kind == "step" else None
     optimizer.state[parameter][kind] = torch.zeros_like(parameter) if like is None else like
 
