@@ -178,7 +178,7 @@ def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_pas
 def test_some_samples_are_no_proof_of_all() -> None:
     few = finding(samples=("a",), certificates=(HOLDS,), exposures=finding().exposures[:1])
     judged = judge([few, *bounds()]).judgements[0]
-    assert judged.status == NOT_JUDGED and judged.reason.startswith("solve saw 1 of 2 images")
+    assert judged.status == NOT_JUDGED and judged.reason.startswith("solve attacked only 1 of 2 images")
     unheld = finding(exposures=finding().exposures[:1])
     assert "no blind guess was measured" in judge([unheld, *bounds()]).judgements[0].reason
 

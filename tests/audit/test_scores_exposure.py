@@ -232,7 +232,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "stopped before all images": (
         (outcome("patchembed", partial="1 of 8 images", scores={"psnr": [3.0], "aligned_psnr": [3.0], "ssim": [0.1]}),),
-        "patchembed was stopped after 1 of 8 images; patchembed saw 1 of 8 images; most exposed: ",
+        "patchembed was stopped after 1 of 8 images; patchembed attacked only 1 of 8 images; most exposed: ",
     ),
     "stopped behind its last image": (
         (closed(partial="8 of 8 images"), bound()),

@@ -74,7 +74,9 @@ def test_what_cannot_be_attacked_is_logged_and_withheld_if_strict(monkeypatch: p
         monkeypatch.setattr(guard._guard, "look", lambda number, *_, **__: looks.append(number))
         for result in (metrics, Shareable({"free": b"text"}), weights.to_shareable()):
             if act == "strict":
-                with pytest.raises(SitusError, match="not attacked, which does not count as passed"):
+                with pytest.raises(
+                    SitusError, match="inconclusive \\(not a pass\\), because the audit does not attack"
+                ):
                     guard.process(result, context)
             else:
                 assert guard.process(result, context) is not None

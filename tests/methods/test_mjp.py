@@ -346,5 +346,5 @@ def test_a_line_of_frames_is_masked_exactly_by_the_papers_rule_and_refused_by_th
         "mask"
     ]
     assert mask.sum(dim=1).tolist() == [49] * 6 and len({tuple(row) for row in mask.tolist()}) == 6
-    with pytest.raises(SitusError, match=r"only one row or column (98 positions)"):
+    with pytest.raises(SitusError, match=r"only one row or column \(98 positions\)"):
         OfficialMJP(small_vit((98, 5), **fields))

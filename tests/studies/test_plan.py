@@ -119,7 +119,7 @@ def test_a_circle_is_shown() -> None:
 
 def test_cells_and_points_need_a_job_and_a_figure() -> None:
     table = {"columns": [{"name": "c"}], "rows": [{"name": "r", "job": "look"}]}
-    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: .*'look'.* figure"):
+    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: .*'look'.*figure"):
         planned(study(tables=[table]))
     with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: unknown job 'nosuch'"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "nosuch", "figure": "f"}]}]))

@@ -386,7 +386,7 @@ def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path
         run(study, out)
     other = tmp_path / "other.toml"
     other.write_text(STUDY)
-    with pytest.raises(SitusError, match="holds study 'mine', not 'other'"):
+    with pytest.raises(SitusError, match="was started with study 'mine', not 'other'"):
         run(other, out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")

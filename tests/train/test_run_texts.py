@@ -152,7 +152,9 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
             evaluate_accuracy(source, sets["single"], text={"column": "six"})
         assert stop.value.field == "text.column"
     vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
-    with pytest.raises(SitusError, match=r"text: applies only to sentences, but VisionTransformer takes images"):
+    with pytest.raises(
+        SitusError, match=r"text: applies only to models of sentences, but VisionTransformer takes images"
+    ):
         evaluate_accuracy(vit, "samples", text={"column": "one"})
 
 

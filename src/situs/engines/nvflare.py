@@ -98,10 +98,9 @@ class GuardFilter(DXOFilter):
 
     def _not_attacked(self, what: str, fl_ctx: Any) -> None:
         strict = self.act == "strict"
-        line = (
-            f"{fl_ctx.get_identity_name()}, step {self._number}: {what}: not attacked, which does not count as passed"
-        )
-        self.log_warning(fl_ctx, f"{line}; {'withheld' if strict else 'sent'}")
+        who = f"{fl_ctx.get_identity_name()}, step {self._number}"
+        line = f"{who}: inconclusive (not a pass), because the audit does not attack {what}"
+        self.log_warning(fl_ctx, f"{line}; the upload is {'withheld' if strict else 'sent'}")
         if strict:
             raise SitusError(line)
 

@@ -180,7 +180,11 @@ def _config_of(model: Model) -> BackboneConfig:
     if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
         advice = "" if isinstance(backbone, OwnModule) else "; save the module (save_pretrained) and give the folder"
-        raise SitusError(f"{model.name}: is {kind}, which a run cannot build again{advice}", field="source")
+        raise SitusError(
+            f"{model.name}: is {kind}; a run cannot start from it, because the run could not build the module "
+            f"again{advice}",
+            field="source",
+        )
     from situs.backbones.timm.create import remade  # timm takes seconds
 
     source = remade(backbone)

@@ -179,7 +179,7 @@ class _Runner:
                     if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.requested else f"the time limit of {minutes:g} min is reached"
                         saving = f"{counted(len(self.running), 'running jobs')} {verb(len(self.running), 'save')}"
-                        self.say(f"{why}; {saving} a checkpoint; repeat the command later")
+                        self.say(f"{why}; {saving} a checkpoint; repeat the command later to continue")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)

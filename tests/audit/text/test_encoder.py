@@ -86,4 +86,4 @@ def test_an_order_that_does_not_settle_is_no_sentence(tmp_path: Path, monkeypatc
     found = attack(made, *HARD[:2])
     assert found.sentences == () and "0 of 2 sentences were found" in str(found.reason)
     alone = attack(made, *HARD[:1])  # whose words have places all the same
-    assert list(alone.sentences) == sentences(made, *HARD[:1]) and "the only one that fits" in str(alone.reason)
+    assert list(alone.sentences) == sentences(made, *HARD[:1]) and "where no other word fits" in str(alone.reason)

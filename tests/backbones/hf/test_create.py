@@ -664,7 +664,9 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
     file, state = tmp_path / "model.safetensors", dict(model.state_dict())
     del state["layers.1.mlp.fc1.weight"]
     save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(SitusError, match=r"does not fit ViTModel: 1 missing \(first: layers.1.mlp.fc1.weight\)$"):
+    with pytest.raises(
+        SitusError, match=r"does not fit ViTModel: 1 tensor missing \(first: layers.1.mlp.fc1.weight\)$"
+    ):
         create_backbone(tmp_path)
     state["odd"] = torch.zeros(1)
     state["layernorm.weight"] = torch.zeros(3)

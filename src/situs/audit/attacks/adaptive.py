@@ -241,7 +241,7 @@ def first_block(block: Block | str, stem: Stem, upload: Gradients, hidden: Tenso
             return f"the gradient of {name} is not sent"
         if not Span.exists(upload[name], tokens):
             few = f"the gradient of {name} has at most as many directions as there are tokens ({tokens})"
-            return f"{few}, so every token lies in their span"
+            return f"{few}, so every token lies in the span of these directions"
         spans.append(Span(upload[name], tokens))
     table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
     base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)

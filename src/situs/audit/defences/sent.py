@@ -124,7 +124,7 @@ class NoPositionGradient(Defence):
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
         "which gradients are missing. The gradients of the first block also contain the patches, and the attack "
-        "`tokens` recovers them, so withholding alone does not protect"
+        "`tokens` recovers these patches, so withholding alone does not protect"
     )
 
     def refuses(self, backbone: Backbone) -> str | None:

@@ -299,7 +299,7 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "order": (order, "the embedding"),
     "old-embedding": (
         old_embedding,
-        f"the embedding before fine-tuning, and under noise {SENDINGS} uploads of each sample",
+        f"the embedding before fine-tuning and, under noise, {SENDINGS} uploads of each sample",
     ),
     "no-embedding": (no_embedding, f"nothing except {OFTEN}"),
     "decoder": (decoder, "the embedding, but does not undo permutations"),

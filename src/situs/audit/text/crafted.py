@@ -47,7 +47,7 @@ from situs.backbones.adapters import adapter_of
 from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.core.precision import full_float32
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 
 CRAFTED = "crafted"
 """The name of the attack."""
@@ -769,12 +769,9 @@ def crafted_sentences(
     partial = f"{len(sentences)} of {counted(batch, 'sentences')}" if deadline.over() else None
     reason = None
     if len(sentences) < batch:
-        reason = (
-            f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window of the "
-            "crafted neurons; "
-        )
+        reason = f"the crafted neurons separated {len(sentences)} of {counted(batch, 'sentences')} from the others; "
         reason += (
-            "noise hides the other sentences" if noise else "another round with other window edges may read the others"
+            "noise hides the other sentences" if noise else "another round with other thresholds may read the others"
         )
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
             reason += f"; a sentence of more than {plan.channels.places} words is not read"

@@ -224,9 +224,7 @@ def encoder_sentences(
         reason = f"{count}; equal sentences cannot be distinguished"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not sentences and batch == 1 and (placed := at_places(able)):
-        remark = (
-            "no complete sentence was confirmed; the page shows a word where it is the only one that fits the gradients"
-        )
+        remark = "no complete sentence was confirmed; the page shows a word only where no other word fits the gradients"
         sentences, reason = (placed,), reason and remark
     return Recovered(named, sentences, facts, reason, partial)
 
