@@ -422,7 +422,9 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
     from situs.models.open import is_locked
 
     if withheld is not None and not is_locked(source):
-        raise SitusError(f"{source}: is not locked, so it has no withheld parts; leave withheld out", field="withheld")
+        raise SitusError(
+            f"{source}: is not locked, so none of its parts was withheld; do not set withheld", field="withheld"
+        )
     if key is None:
         return None
     from situs.locks import unlocking
@@ -476,7 +478,7 @@ def _replace_modules(arguments: dict[str, Any]) -> None:
 
         if not isinstance(backbone, str | Mapping | None):
             if arguments.get("init") is not None:
-                reason = "backbone: is a model in memory, and the training starts from its weights; leave init out"
+                reason = "backbone: is a model in memory, and the training starts from its weights; do not set init"
                 raise SitusError(reason, field=("backbone", "init"))
             arguments["init"] = arguments.pop("backbone")
         arguments["init"] = addressed_model(arguments["init"])

@@ -30,7 +30,7 @@ class Plugins(Mapping[str, T]):
         called = getattr(kind, "__name__", kind)
         missing = [name for name in self.needs if not hasattr(kind, name)]
         if missing:
-            raise SitusError(f"{called}: has no {' and no '.join(missing)} ({self.group})")
+            raise SitusError(f"{called}: has no attribute {' and no attribute '.join(missing)} ({self.group})")
         name = str(getattr(kind, "name"))  # noqa: B009  (T is any class with these attributes)
         if self._classes.get(name, kind) is not kind and name in self._ours:
             raise SitusError(

@@ -155,7 +155,7 @@ def test_mistakes(fields: dict[str, Any], said: str) -> None:
 
 
 def test_what_gives_no_logits_is_refused() -> None:
-    with pytest.raises(SitusError, match=r"logits \[1, classes\]"):
+    with pytest.raises(SitusError, match=r"logits of shape \[1, classes\]"):
         adapt(nn.Conv2d(3, 4, 3), 8)
     with pytest.raises(SitusError, match="runs only as a whole"):
         adapt(module(), 8).embed(X)

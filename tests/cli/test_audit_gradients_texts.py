@@ -52,7 +52,7 @@ def test_texts_make_a_table_files_and_a_gate(
     [
         ((), "--data: must be given"),
         (("--data", "TEXTS", "--attacks", "matching"), "has no such flag"),
-        (("--data", "TEXTS", "--count", "9"), "holds 2 sentences, but count=9"),
+        (("--data", "TEXTS", "--count", "9"), "has only 2 sentences, but count=9"),
         (("--data", "nowhere.txt"), "no such file or directory (--data)"),
     ],
 )

@@ -88,7 +88,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     words = ["features", str(trained.one), "--out", str(tmp_path / "x.npz"), "--tokens", "patches", "--pool", "cls"]
     assert main(words) == 2
     assert (
-        "has no effect on patch features, which are not pooled; leave pool out (--pool, --tokens)"
+        "has no effect on patch features, which are not pooled; do not set pool (--pool, --tokens)"
         in capsys.readouterr().err
     )
     data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x.npy")]
@@ -96,7 +96,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([NAME, *data, *out], "(--weights)"),
         ([NAME, *out, "--weights", "random"], "(--data)"),
         (["no_such_model", *data, *out, "--weights", "random"], "no_such_model"),
-        ([str(trained.one), *out, "--weights", "random"], "a run has its own weights; leave weights out (--weights)"),
+        ([str(trained.one), *out, "--weights", "random"], "a run has its own weights; do not set weights (--weights)"),
         ([str(trained.one), *out, "--data", str(tmp_path / "none")], "none"),
         ([str(trained.one), *out, "--split", "middle"], "split"),
         ([str(trained.one), "--out", str(tmp_path / "x.pt")], "must be a file ending in .safetensors, .npz, .npy"),

@@ -124,5 +124,5 @@ def test_methods_and_targets_that_do_not_fit_are_one_sentence(
     words = ["--from", str(trained.mp3), "--data", str(data), "--data.target", "mask", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2
     assert refused(capsys).startswith(
-        "supervised learns a class of each sample, but the target is masks (--data.target"
+        "supervised learns a class of each sample, but the target of the data is masks (--data.target"
     )

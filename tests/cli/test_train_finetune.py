@@ -117,7 +117,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         f"give the initial model ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
-        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave backbone out, "
+        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; do not set backbone, "
         f"or give {trained.mp3} as init to load only its weights (--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]

@@ -52,7 +52,9 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("mp3", ()).target == "class"
     for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but the target is {things}"):
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but the target of the data is {things}"):
             asked.for_method("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but the target is {things}"):
+        with pytest.raises(
+            SitusError, match=f"supervised learns a class of each sample, but the target of the data is {things}"
+        ):
             asked.for_method("supervised", ("label",))

@@ -76,7 +76,7 @@ def test_what_no_name_makes_again_is_refused() -> None:
         )
     with pytest.raises(SitusError, match="must be a run, a model's folder, a name"):
         situs.finetune(7, data=DATA, out="never")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SitusError, match="leave init out"):
+    with pytest.raises(SitusError, match="do not set init"):
         situs.pretrain(DATA, backbone=vit(), init="runs/a", out="never")
 
 

@@ -134,7 +134,7 @@ def audit_gradients(
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
         raise SitusError(
-            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or leave sent out",
+            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or do not set sent",
             field=("sent", "upload"),
         )
     auto, gated = tuple(defences) == AUTO, config.fail_above is not None

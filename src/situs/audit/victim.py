@@ -168,8 +168,10 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} contains NaN or infinity, so the gradients do too (MODEL)")
     if single and outputs_of(model) == 1:
-        reason = "has a single output, so its cross entropy is always 0 and there is no gradient to audit"
-        raise SitusError(f"{model.name}: {reason}; give a model with two or more classes (MODEL)")
+        raise SitusError(
+            f"{model.name}: has a single output, so its cross entropy is always 0 and there is no gradient to audit; "
+            "give a model with two or more classes (MODEL)"
+        )
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:

@@ -188,7 +188,7 @@ class Backbone(nn.Module, ABC):
 
     def read(self, layer: nn.Module) -> Block:
         """The parts of one of the `layers`."""
-        raise SitusError(f"{self.name}: Situs does not know the parts of the class {type(layer).__qualname__}")
+        raise SitusError(f"{self.name}: Situs does not support blocks of the class {type(layer).__qualname__}")
 
     def parts(self) -> list[Block]:
         """The parts of each block, every block once, including what the model adds to the blocks."""

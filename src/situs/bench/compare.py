@@ -136,8 +136,11 @@ def compare_steps(before: StepTable | str | Path, after: StepTable | str | Path)
     names = _names(before, after)
     one, two = (side if isinstance(side, StepTable) else read_steps(side) for side in (before, after))
     if one.machine["kind"] != two.machine["kind"]:
-        kinds = f"{names[0]} was measured on {one.machine['kind']}, but {names[1]} on {two.machine['kind']}"
-        raise SitusError(f"{kinds}, so their times cannot be compared", field=("before", "after"))
+        raise SitusError(
+            f"{names[0]} was measured on {one.machine['kind']}, but {names[1]} on {two.machine['kind']}, so their "
+            "times cannot be compared",
+            field=("before", "after"),
+        )
     pairs = tuple(_pairs(one, two))
     if not pairs:
         raise SitusError(f"{names[0]} and {names[1]} have no case in common", field=("before", "after"))

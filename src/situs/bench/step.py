@@ -30,8 +30,8 @@ MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
 ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
 step are its matrix products, including attention, but without recomputation. "Busy" is the share of a step in which the
-GPU runs a kernel. It is the time that kernels cover in a profiled step, divided by the time of a step without
-profiling. The first step includes compilation.
+GPU runs a kernel: the time of the kernels in a profiled step, divided by the time of a step without profiling. The
+first step includes compilation.
 """
 
 

@@ -124,7 +124,7 @@ class Features(DataArgs):
 
         if self.tokens == "patches" and self.pool != "mean":
             raise SitusError(
-                f"pool={self.pool}: has no effect on patch features, which are not pooled; leave pool out",
+                f"pool={self.pool}: has no effect on patch features, which are not pooled; do not set pool",
                 field=("pool", "tokens"),
             )
         check_form(self.out)

@@ -324,7 +324,7 @@ class Infer(ClientArgs):
             return
         if self.defence != "none":
             raise SitusError(
-                "defence: cannot be changed, because the run keeps the defence of its training; leave defence out",
+                "defence: cannot be changed, because the run keeps the defence of its training; do not set defence",
                 field="defence",
             )
         if self.server == LOCAL:
@@ -334,7 +334,7 @@ class Infer(ClientArgs):
         if self.permute is not None:
             raise SitusError(
                 "permute: applies only with server=local, because with a server the rows are permuted as in "
-                "training; leave permute out",
+                "training; do not set permute",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

@@ -32,7 +32,7 @@ else:
         bases=(Checked,),
         frozen=True,
     )
-    """The settings of each modality that has some, as a table by its name: audio, masks, objects, text, series."""
+    """Settings of single modalities, one table for each: audio, masks, objects, text, series."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ class DataConfig(_Tables):
         if target == "class":
             labels = self.modality.annotations or self.target
             learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
-            raise SitusError(f"{method} {learns}, but the target is {labels}", field=("data.target", "method"))
+            raise SitusError(
+                f"{method} {learns}, but the target of the data is {labels}", field=("data.target", "method")
+            )
         modality = modality_of(self.kind, target)
         kind = self.kind or (modality.kind if modality.low_priority else None)
         return replace(self, target=target, multi_label=False, kind=kind)

@@ -24,7 +24,7 @@ from situs.data.sources.base import Source
 from situs.data.sources.memory import addressed
 from situs.data.sources.subset import HELD_OUT, Rows, Subset
 from situs.data.text import Columns
-from situs.errors import SitusError, counted, unknown_name, verb
+from situs.errors import SitusError, counted, unknown_name
 from situs.files import absolute
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
@@ -158,8 +158,8 @@ def load_any(
         check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # a rank would have no samples
-        few = f"{counted(len(source), source.things)} {verb(len(source), 'are')}"
-        raise SitusError(f"{source.name}: {few} too few for {world} ranks", field="count")
+        few = counted(len(source), source.things)
+        raise SitusError(f"{source.name}: has only {few}, too few for {world} ranks", field="count")
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
     return loader
@@ -260,7 +260,9 @@ def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) ->
     if model.classes is not None and model.multi_label != loader.source.multi_label:
         kinds = ("single-label", "multi-label")
         here, trained = kinds[loader.source.multi_label], kinds[model.multi_label]
-        raise SitusError(f"{loader.source.name}: is {here}, but {model.name} is {trained}", field="data")
+        raise SitusError(
+            f"{loader.source.name}: the data is {here}, but {model.name} is a {trained} model", field="data"
+        )
     if model.classes is not None and model.classes != classes:
         pairs = zip(model.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -139,8 +139,10 @@ def _check(written: Export, method: Method, expected: _Outputs | None) -> float 
     pairs = [(loaded.tokens, expected.tokens)] + ([] if loaded.logits is None else [(loaded.logits, expected.logits)])
     error = max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs)
     if not error <= TOLERANCE:
-        reason = f"{method.backbone.name}: the outputs of the export in {written.library} differ from the model's by"
-        raise SitusError(f"{reason} {error:.1e} of the largest value, so nothing was written; please report this")
+        raise SitusError(
+            f"{method.backbone.name}: the outputs of the export in {written.library} differ from the model's by "
+            f"{error:.1e} of the largest value, so nothing was written; please report this"
+        )
     return error
 
 

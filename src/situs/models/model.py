@@ -137,10 +137,10 @@ def puzzle_method(
     keep their positions; None: as in training.
     """
     if model.method is None:
-        raise SitusError(f"{model.name}: is not a run, and only a run has a position head; name a DropPos or MP3 run")
+        raise SitusError(f"{model.name}: is not a run, and only a run has a position head; give a DropPos or MP3 run")
     method, kind = model.method, type(model.method).__name__
     if not isinstance(method, SolvesPuzzles):
-        raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; name a DropPos or MP3 run")
+        raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; give a DropPos or MP3 run")
     if position_ratios is not None and len(method.puzzle_ratios) == 1:
         raise SitusError(
             f"{model.name}: {kind} hides every position, so position_ratios does not apply", field="position_ratios"

@@ -89,7 +89,7 @@ def wrap_module(
         ) from error
     if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != 1:
         output = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise SitusError(f"{backbone.name} gives {output} for one image; it must give logits [1, classes]")
+        raise SitusError(f"{backbone.name} returns {output} for one image; it must return logits of shape [1, classes]")
     return backbone
 
 

@@ -161,7 +161,7 @@ def model_folder(source: str | Path) -> Path | None:
 def _refuse(what: str, **settings: Any) -> None:
     for name, value in settings.items():
         if value is not None:
-            raise SitusError(f"{name}={value}: {what} has its own {name}; leave {name} out", field=name)
+            raise SitusError(f"{name}={value}: {what} has its own {name}; do not set {name}", field=name)
 
 
 def _open_run(source: str, device: torch.device | str, **options: Any) -> Model:
@@ -363,7 +363,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     elif example is None:
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
-        raise SitusError(f"{name}: has no fixed image size")
+        raise SitusError(f"{name}: its image size is not fixed, but Situs needs a fixed image size here")
     of_user = {*module.modules()}
     for part in backbone.modules():  # what wraps the module takes its mode
         part.training = part.training if part in of_user else module.training

@@ -87,13 +87,17 @@ def write_playground(
         if megabytes <= most_mb:
             break
     else:
-        reason = f"{model.name}: at most {most_mb:g} MB are allowed, but {about['weights']:,} weights make a page of"
-        raise SitusError(f"{reason} {megabytes:.1f} MB even in 16 bits; use a smaller model", field="most_mb")
-    if error > TOLERANCE:
-        reason = (
-            f"{model.name}: fits into {most_mb:g} MB only if rounded to 16 bits, but rounding changes the logits by"
+        raise SitusError(
+            f"{model.name}: at most {most_mb:g} MB are allowed, but {about['weights']:,} weights make a page of "
+            f"{megabytes:.1f} MB even in 16 bits; use a smaller model",
+            field="most_mb",
         )
-        raise SitusError(f"{reason} {error:.1e}, and at most {TOLERANCE:g} is allowed", field="most_mb")
+    if error > TOLERANCE:
+        raise SitusError(
+            f"{model.name}: fits into {most_mb:g} MB only if rounded to 16 bits. But rounding changes the logits by "
+            f"{error:.1e}, and at most {TOLERANCE:g} is allowed",
+            field="most_mb",
+        )
     path = write_result(Path(out), page)
     bits = 16 if short else 32
     return Playground(path, megabytes, about["weights"], bits, error, len(pixels), loader.source.name)

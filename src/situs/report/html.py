@@ -269,7 +269,7 @@ def _data_uri(picture: bytes) -> str:
     elif b"<svg" in picture[:1000]:
         kind = "image/svg+xml"
     else:
-        raise SitusError(f"a figure must be the bytes of a PNG or an SVG file; these begin with {picture[:8]!r}")
+        raise SitusError(f"a figure must be the bytes of a PNG or an SVG file; these bytes begin with {picture[:8]!r}")
     return f"data:{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 

@@ -59,7 +59,7 @@ def _all(study: Study) -> Jobs:
                     f"jobs.{name}: {job_name!r} must contain only letters, digits and . _ + = -", field=f"jobs.{name}"
                 )
             if job_name in jobs:
-                raise SitusError(f"jobs.{name}: a job {job_name!r} already exists", field=f"jobs.{name}")
+                raise SitusError(f"jobs.{name}: two jobs have the name {job_name!r}", field=f"jobs.{name}")
             jobs[job_name] = expanded
     return jobs
 

@@ -195,9 +195,9 @@ class StudyList:
         run = sum(result.study.runs for result in self.studies.values())
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
-            f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one "
-            'seed (~: estimated). The columns "the paper\'s numbers" and "ours" show how many numbers a table has, '
-            "and the smallest and the largest number of its first column."
+            f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are for {machine} and one "
+            'seed (~ means estimated). The columns "the paper\'s numbers" and "ours" show how many numbers a table '
+            "has, and the smallest and the largest number of its first column."
         )
 
     def tables(self) -> Iterator[Printed]:

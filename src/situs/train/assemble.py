@@ -293,8 +293,11 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     backbone.float32_residual = config.train.residual == "float32"
     if (shape := backbone.input.shape) not in (None, config.data.size):
         expected, loaded = (" × ".join(map(str, size)) for size in (shape, config.data.size))
-        reason = f"the model takes images of {expected} pixels, but the data is loaded at {loaded}"
-        raise SitusError(f"{reason}; set only data.img_size, which sets both", field="data.img_size")
+        raise SitusError(
+            f"the model takes images of {expected} pixels, but the data is loaded at {loaded} pixels; set only "
+            "data.img_size, which sets both sizes",
+            field="data.img_size",
+        )
     method = create_method(config.method_name, backbone, config.method, count)
     return add_losses(method, [parse(text) for text in config.added])
 
@@ -310,8 +313,11 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, step_sampler=sampler)
     needs_labels = "label" in METHODS[config.method_name].needs_targets
     if needs_labels and loader.source.multi_label and not loader.source.label_known():
-        reason = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a known label"
-        raise SitusError(f"{reason}, so there is nothing to learn", field="data")
+        raise SitusError(
+            f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a known label, so "
+            "there is nothing to learn",
+            field="data",
+        )
     return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
 
 
@@ -327,8 +333,11 @@ def make_eval_loader(
 def check_held_out(data: DataConfig) -> None:
     """Refuses a held-out share of data that has its own evaluation split, where it would have no effect."""
     if data.held_out and data.path and (splits := own_splits(data)):
-        reason = f"held_out={data.held_out:g}: {data.path} has its own evaluation split ({', '.join(splits)})"
-        raise SitusError(f"{reason}, so nothing more is held out; do not set held_out", field="held_out")
+        raise SitusError(
+            f"held_out={data.held_out:g}: {data.path} has its own evaluation split ({', '.join(splits)}), so nothing "
+            "more is held out; do not set held_out",
+            field="held_out",
+        )
 
 
 def share_held_out(data: DataConfig, *, learns: bool) -> float:
@@ -350,8 +359,11 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
     """The data as the model takes it: the size of its inputs, or the tokeniser and the longest sentence in ids."""
     if data.modality.ids and not METHODS[method].reads_text:
         able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
-        reason = f"{method} learns from images and clips, but {data.path} has {data.modality.things}"
-        raise SitusError(f"{reason}; methods for {data.modality.things}: {able}", field=("method", "data"))
+        things = data.modality.things
+        raise SitusError(
+            f"{method} learns from images and clips, but {data.path} has {things}; methods for {things}: {able}",
+            field=("method", "data"),
+        )
     return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
 
 

@@ -124,8 +124,8 @@ def write_export(
     library = method.backbone.source.get("library")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{method.backbone.name} was wrapped as a module, so its constructor is not known: "
-            "build it with create_backbone(name, …) to export it"
+            f"{method.backbone.name} cannot be exported, because it wraps a module whose constructor Situs does not "
+            "know; create the model with create_backbone(name, …)"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
     notes, has_positions = _erase_unused_positions(backbone, method, sentences=provenance.prepared.modality.ids)

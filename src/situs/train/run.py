@@ -172,7 +172,7 @@ def load_run(
     if (Path(path) / CLIENTS_PART).is_file():
         raise SitusError(
             f"{path}: is the client's part of a split training and lacks the server's blocks; join both parts with "
-            "situs split merge, or measure it with its server (situs split infer)"
+            "situs split merge, or evaluate this part together with the server (situs split infer)"
         )
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)

@@ -93,7 +93,7 @@ def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
 
 def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"count": 5}, "holds 4 sentences, but count=5"),
+        ({"count": 5}, "has only 4 sentences, but count=5"),
         ({"count": 4, "batch": 3}, "4 sentences cannot be divided into batches of 3"),
         ({"batch": 5}, "a batch needs 5"),
         ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fedavg, fedavg-adam, fp16, int8, noise, none for texts"),

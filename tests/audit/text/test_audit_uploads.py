@@ -132,7 +132,7 @@ def test_mistakes_are_one_sentence(bert: Client, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    assert "holds 2 sentences, but count=4" in wrong(upload=[bert.gradients, bert.gradients])
+    assert "has only 2 sentences, but count=4" in wrong(upload=[bert.gradients, bert.gradients])
     assert "server=active" in wrong(server="active")
     alone = wrong(upload=None, sent="weights")
     assert alone.startswith("sent=weights") and "captured upload" in alone

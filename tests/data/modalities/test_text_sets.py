@@ -152,7 +152,7 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         (
             [{"a": "w1", "b": "w2", "label": 1}],
             {},
-            "several columns contain text .a, b.: name the column .* or both columns of a pair",
+            "several columns contain text .a, b.; name the column .* or both columns of a pair",
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),

@@ -63,16 +63,16 @@ COUNT, CLASSES = 12, 2
 def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
     """The first `count` sentences of a file in whole batches; None: about `usual`, or as many as there are."""
     lines = read_lines(Path(texts), "texts")
-    holds = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
+    have = counted(len(lines), "sentences")
     if count is None:
         if len(lines) < batch:
-            raise SitusError(f"{holds}, but a batch needs {batch}", field=("texts", "batch"))
+            raise SitusError(f"texts={texts}: has only {have}, but a batch needs {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
         reason = f"{counted(count, 'sentences')} cannot be divided into batches of {batch}"
         raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
-        raise SitusError(f"{holds}, but count={count}", field="count")
+        raise SitusError(f"texts={texts}: has only {have}, but count={count}", field="count")
     return lines[:count]
 
 
@@ -122,7 +122,7 @@ def audit_texts(
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     if sent is not None and upload is None:
         raise SitusError(
-            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or leave sent out",
+            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or do not set sent",
             field=("sent", "upload"),
         )
     if upload is not None and config.server != StepConfig.server:

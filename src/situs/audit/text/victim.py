@@ -106,8 +106,11 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         if model.method is not None:
-            reason = "was not trained to predict classes or words, and the audit supports only such training"
-            raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
+            raise SitusError(
+                f"{model.name}: the audit supports only models that were trained to predict classes or words; "
+                "fine-tune this model, or audit its export (situs export)",
+                field="texts",
+            )
         model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
             f"new, with {counted(classes, 'classes')}, because the folder has no classifier; the attacker knows the "

@@ -74,8 +74,11 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     if not all(f"{name}.bias" in vit.tensors for name in biased):
         reasons.append("layers without a bias")
     if reasons:
-        reason = f"{backbone.name}: has {' and '.join(reasons)}, which transformers' ViT does not have"
-        raise SitusError(f"{reason}; export it for timm, or as ONNX", field="form")
+        raise SitusError(
+            f"{backbone.name}: has {' and '.join(reasons)}, which transformers' ViT does not have; export the model "
+            "for timm, or as ONNX",
+            field="form",
+        )
 
 
 def _state(backbone: Backbone, vit: PlainVit, inside: str) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
         flags_by_path = {path: flag for flag, path, _ in by_flag}
         if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
-            hint = f"leave backbone out, or give {args['source']} as init to load only its weights"
+            hint = f"do not set backbone, or give {args['source']} as init to load only its weights"
             raise SitusError(f"{reason}; {hint}", field=("backbone.name", "init"))
         report_length(below, flags_by_path)
     return args_type(**args)

@@ -205,8 +205,10 @@ class Measured(Modality):
 
     def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
         if missing := [name for name in ("mean", "std") if name not in table]:
-            reason = f"its table situs.{self.table} has no {missing[0]}, which is needed to normalise {self.things}"
-            raise SitusError(f"config.json: {reason}; export the model again")
+            raise SitusError(
+                f"config.json: its table situs.{self.table} has no {missing[0]}, which is needed to normalise "
+                f"{self.things}; export the model again"
+            )
         entries = {name: value for name, value in table.items() if name not in ("mean", "std")}
         scale = {name: tuple(table[name]) for name in ("mean", "std")}
         settings = {self.table: from_dict(self.Config, entries, where=self.table)}

@@ -288,9 +288,9 @@ class _Annotations:
             gaps = " with gaps" if high - low + 1 > len(kinds) else ""
             raise SitusError(f"has the category {category!r}, but the categories have the ids {low} to {high}{gaps}")
         if not isinstance(box, list) or len(box) != 4 or not all(isinstance(number, int | float) for number in box):
-            raise SitusError(f"has the bbox {box!r} instead of x, y, width and height")
+            raise SitusError(f"has the bbox {box!r}, but a bbox must be a list of x, y, width and height")
         if (crowd := row.get("iscrowd") or 0) not in (0, 1):
-            raise SitusError(f"has the iscrowd {crowd!r} instead of 0 or 1")
+            raise SitusError(f"has the iscrowd {crowd!r}, but iscrowd must be 0 or 1")
         number = images[image]
         height, width = self.sides[number]
         left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
@@ -350,7 +350,7 @@ def packed_outline(segmentation: Any, sides: tuple[int, int]) -> bytes | None:
     parts = [part for part in segmentation if len(part) >= 2 * _CORNERS]
     for part in parts:
         if len(part) % 2 or not all(map(is_number, part)):
-            raise SitusError("has a polygon that is not a list of x and y")
+            raise SitusError("has a polygon that is not a list of numbers x, y, x, y, …")
     return marshal.dumps(parts) if parts else None
 
 

@@ -414,9 +414,9 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
             raise SitusError(f"{table.file}: has no column {name!r}{present} {listed}", field=path)
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
-        reason = f"its first row must be a heading with one of {usual}, but the row is {listed}; add a heading, "
         raise SitusError(
-            (f"{table.file}: {reason}or name the column of sentences if this row is the heading"),
+            f"{table.file}: its first row must be a heading with one of {usual}, but the row is {listed}; add a "
+            "heading, or, if this row is the heading, name the column of sentences",
             field="text.column",
         )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
@@ -427,9 +427,10 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if not candidates:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
     if len(candidates) > 1:
-        names = f"several columns contain text ({', '.join(candidates)[:200]})"
         raise SitusError(
-            f"{table.file}: {names}: name the column with the sentences, or both columns of a pair", field="text.column"
+            f"{table.file}: several columns contain text ({', '.join(candidates)[:200]}); name the column with the "
+            "sentences, or both columns of a pair",
+            field="text.column",
         )
     return candidates[0], label
 

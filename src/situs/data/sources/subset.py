@@ -169,8 +169,11 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
         single = _stratify(source, hashes, held_out)
     rows = np.flatnonzero(held_out == test_side)
     if not len(rows) and single == len(source):
-        reason = f"{source.name}: each class has only one {source.things.removesuffix('s')}, so none can be held out"
-        raise SitusError(f"{reason}; held_out=0 trains on all {source.things}", field="held_out")
+        raise SitusError(
+            f"{source.name}: each class has only one {source.things.removesuffix('s')}, so none can be held out; "
+            f"held_out=0 trains on all {source.things}",
+            field="held_out",
+        )
     if not len(rows):
         nothing = "no sample is held out" if test_side else "every sample is held out"
         raise SitusError(
