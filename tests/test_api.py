@@ -90,7 +90,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: dict[str, Any], fiel
 def test_mistakes_know_their_field(run: Path, tmp_path: Path) -> None:
     assert refused(out=tmp_path / "x", epochs=0).field == "train.epochs"
     assert refused(out=tmp_path / "x", data={"path": "samples", "batch": 8}).args == (
-        "data and batch set the same field: give only one",
+        "data and batch set the same field: give only one of them",
     )
     assert refused().fields == ("out", "resume")
     assert refused(preset="samples-mp3", resume=run).fields == ("resume", "preset", "config")

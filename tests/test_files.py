@@ -21,7 +21,7 @@ def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) ->
     assert path.stat().st_mode & 0o077 == 0o066 & ~_umask()
 
 
-@pytest.mark.parametrize(("text", "said"), [('{"steps": ', "is not valid JSON"), ("[1]", "must have a table")])
+@pytest.mark.parametrize(("text", "said"), [('{"steps": ', "is not valid JSON"), ("[1]", "must contain a table")])
 def test_json_that_is_torn_or_no_table_is_a_sentence(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SitusError, match=f"config.json: .*{said}"):

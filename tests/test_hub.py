@@ -258,7 +258,7 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "pickle alone": (without(LISTED, pytorch_model__bin=b"x"), "only as pytorch_model.bin, a pickle"),
     "no config": (without("config.json"), "has no config.json"),
     "config is no JSON": (lambda hub: hub.files.update({"config.json": b"{"}), "config.json: is not valid JSON"),
-    "config is a list": (lambda hub: hub.files.update({"config.json": b"[]"}), "must have a table"),
+    "config is a list": (lambda hub: hub.files.update({"config.json": b"[]"}), "must contain a table"),
     "config has a text for a table": (config(architecture="vit_tiny_patch16_224", model_args="x"), "do not describe"),
     "config is too deep": (lambda hub: hub.files.update({"config.json": b"[" * 200_000}), "is not valid JSON"),
     "unknown architecture": (config(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),

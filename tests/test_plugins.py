@@ -141,7 +141,7 @@ def test_a_card_tells_in_one_line_each_what_its_attack_needs_proves_and_does() -
 
 
 def test_a_class_that_lacks_something_is_refused() -> None:
-    with pytest.raises(SitusError, match="has no about and no prepare and no recover"):
+    with pytest.raises(SitusError, match="has no attribute about and no attribute prepare and no attribute recover"):
         ATTACKS.add(type("Mine", (), {"name": "mine"}))  # pyright: ignore[reportArgumentType]
 
 

@@ -183,7 +183,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: a low {name} means a good copy, so an upper limit on {name} is no test; choose one of: "
+            f"{asked}={text}: a gate sets an upper limit, but a low {name} means a good copy; choose one of: "
             f"{', '.join(sorted(rising))}",
             field=asked,
         )

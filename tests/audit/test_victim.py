@@ -115,7 +115,7 @@ def test_a_model_without_a_gradient_is_no_victim() -> None:
     broken = small_vit(num_classes=5)
     with torch.no_grad():
         next(broken.parameters())[0] = torch.nan
-    with pytest.raises(SitusError, match=r"contains NaN or infinity, so the gradients do too \(MODEL\)"):
+    with pytest.raises(SitusError, match=r"contains NaN or infinity, so no gradient is finite \(MODEL\)"):
         open_victim(broken)
 
 

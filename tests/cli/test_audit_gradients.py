@@ -448,7 +448,7 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
     ("which", "words", "said"),
     [
         ("{own}:several", [], "--img-size"),
-        ("{own}:number", [], "gives int"),
+        ("{own}:number", [], "returns int"),
         ("{own}:absent", [], "package.module:name"),
         ("no_such_package.module:make", [], "package.module:name"),
         ("{own}:named", ["--weights", "x.safetensors"], "--weights"),

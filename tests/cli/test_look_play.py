@@ -36,7 +36,7 @@ def test_rounding_is_stated_where_there_is_any(
     assert main(["play", *SMALL, "--out", str(written.path)]) == 0
     first, second = capsys.readouterr().out.splitlines(keepends=True)
     assert first == f"{written.path}: 1.50 MB, 1,200 weights {words}"
-    assert second.startswith("The page contains 1 image from pets and the model")
+    assert second.startswith("The page contains the model and 1 image from pets")
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,7 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
         initialise(fresh, str(tmp_path / "locked"))
     assert error.value.field == "key"
     for source, said in (
-        ("package.module:Net", "your own module; a run cannot start from it"),
+        ("package.module:Net", "your own module; a run cannot start from"),
         (str(tmp_path / "sealed"), "is sealed"),
         ("vit_tiny_patch16_224=random", "nothing to start from"),
         ("vit_tiny_patch16_224", "needs its weights"),

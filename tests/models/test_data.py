@@ -195,7 +195,9 @@ def test_classes_of_data_are_those_of_the_classifier(
             check_labels(loader)
     if known and there:
         model.multi_label = not multi_label
-        with pytest.raises(SitusError, match=r"^pets: is (single|multi)-label, but vit is (multi|single)-label$"):
+        with pytest.raises(
+            SitusError, match=r"^pets: the data is (single|multi)-label, but vit is a (multi|single)-label model$"
+        ):
             check_classes(model, loader, multi_label=True)
 
 

@@ -111,7 +111,9 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
         ({"pre_norm": True}, "a norm before its blocks"),
     ):
         told("supervised", shape, monkeypatch)
-        with pytest.raises(SitusError, match=f"{said}.*, which transformers' ViT does not have; export it for timm"):
+        with pytest.raises(
+            SitusError, match=f"{said}.*, which transformers' ViT does not have; export the model for timm"
+        ):
             export_model("run", tmp_path / "x", form="hf")
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     with pytest.raises(SitusError, match="Eva is not a plain ViT"):

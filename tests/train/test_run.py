@@ -102,7 +102,7 @@ def test_labels_are_asked_for_where_they_are_needed() -> None:
         make_method(config(method={"name": "supervised"}), None)
     with pytest.raises(
         SitusError,
-        match=r"of 14 × 14 pixels, but the data is loaded at 28 × 28; set only data\.img_size, which sets both",
+        match=r"of 14 × 14 pixels, but the data is loaded at 28 × 28 pixels; set only data\.img_size",
     ):
         make_method(config(backbone={"img_size": [14, 14]}), None)
 

@@ -367,7 +367,7 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
     told = {"steps": 1, "device": "cpu", "quiet": True}
     api.pretrain(world / "set", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     api.export(tmp_path / "run", tmp_path / "x")
-    with pytest.raises(SitusError, match="run: was not trained to predict classes or words"):
+    with pytest.raises(SitusError, match="run: the audit supports only models that were trained to predict classes"):
         open_text_victim(tmp_path / "run")
     assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()

@@ -121,7 +121,7 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
             f"{what}: its position table has {loaded.shape[1]} rows; without {counted(prefix, 'prefix rows')}, the "
-            "number of rows must be a square"
+            "number of rows must be a square number"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

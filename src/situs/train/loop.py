@@ -250,7 +250,7 @@ class _Loop:
                     if self.step % self.per_epoch:
                         raise SitusError(
                             f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: the "
-                            "data gave fewer samples than its length"
+                            "data set has fewer samples than its length says"
                         )
         complete = self.step == self.total
         if complete and self.best is not None:

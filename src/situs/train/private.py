@@ -153,8 +153,8 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
         high *= STRIDE
         if high > MOST_NOISE:
             raise SitusError(
-                f"epsilon={epsilon}: no noise up to {MOST_NOISE:g} · C gives this ε in {steps} steps; give a larger "
-                "ε, or train fewer steps",
+                f"epsilon={epsilon}: no noise multiplier up to {MOST_NOISE:g} gives this ε in {steps} steps; give a "
+                "larger ε, or train fewer steps",
                 field="dp.epsilon",
             )
     low = high / STRIDE

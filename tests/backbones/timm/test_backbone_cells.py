@@ -70,7 +70,7 @@ def test_cells_count_row_by_row() -> None:
 
 def test_sizes_that_break_windows_are_refused() -> None:
     for size, window in (((224, 224), 7), ((128, 128), 4)):
-        with pytest.raises(SitusError, match=f"one patch of each 2x2 cell.* in every stage.* window .*{window}"):
+        with pytest.raises(SitusError, match=f"one patch of each 2x2 cell.* In every stage.* window .*{window}"):
             enable_cells(swin(size, window))
     with torch.device("meta"):
         enable_cells(create_backbone(SWIN, img_size=448))

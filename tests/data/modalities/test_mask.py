@@ -176,7 +176,7 @@ def test_a_set_that_is_held_gives_the_batches_of_one_that_is_streamed(tmp_path: 
             for one, other in pairs:
                 assert torch.equal(one.ids, other.ids) and torch.equal(one.inputs, other.inputs)
                 assert torch.equal(one.targets["mask"], other.targets["mask"])
-    with pytest.raises(SitusError, match=r"9 images .* bytes, .* 1,073 bytes"):
+    with pytest.raises(SitusError, match=r"9 images .* bytes of memory, .* 1,073 bytes"):
         loader(tmp_path, AUGMENT, resident="always", resident_gib=1e-6)
     (tmp_path / "annotations/training/ADE_00000004.png").write_bytes(b"no png")
     held = loader(tmp_path, AUGMENT, resident="always")

@@ -344,7 +344,7 @@ class Remedies(Result):
 
 UNTUNED = (
     "The loss of accuracy was not measured. The cosine between the upload and the gradient without a defence "
-    "describes only one step. To measure the accuracy, train with the setting."
+    "describes only one step. To measure the accuracy, train a model with the setting."
 )
 
 

@@ -289,7 +289,7 @@ class SwinBackbone(TimmBackbone):
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         if mask is not None:
-            raise SitusError(f"{self.name}: takes images, so it takes no padding mask")
+            raise SitusError(f"{self.name}: takes images, so a padding mask does not apply")
         return super().assemble(tokens, positions)
 
     def ready_to_select(self, kept: int) -> None:
