@@ -19,7 +19,7 @@ def test_a_run_becomes_a_page(trained: Any, tmp_path: Path, capsys: pytest.Captu
         assert main(["play", str(getattr(trained, name)), "--out", str(page), "--count", "5"]) == 0
         printed = capsys.readouterr().out
         assert f"{page}: 0." in printed
-        assert "contains 5 images" in printed
+        assert "and 5 images" in printed
         text = page.read_text()
         assert said in text
         assert str(trained.data) not in text
