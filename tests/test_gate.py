@@ -204,7 +204,7 @@ def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks(
         ("closeness=nan", "METRIC=NUMBER"),
         ("closeness=200", "closeness is never above 200, so this gate would pass even a perfect copy"),
         ("share=1", "share is never above 1,"),
-        ("distance=1", "means a good copy,"),
+        ("distance=1", "means a good copy"),
         ("beauty=3", "choose one of: closeness, share"),
     ],
 )

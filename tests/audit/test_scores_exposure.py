@@ -346,7 +346,7 @@ def test_the_three_outcomes_by_their_definition(pairs: list[ImageFinding], cut: 
         ("ssim=1", "ssim is never above 1,"),
         ("order_accuracy=1.0", "order_accuracy is never above 1,"),
         ("reidentified=1", "reidentified is never above 1,"),
-        ("mse=1", "means a good copy,"),
+        ("mse=1", "means a good copy"),
         ("lpips=0.1", "choose one of: aligned_psnr, order_accuracy, patch_psnr, psnr"),
         ("beauty=3", "choose one of: aligned_psnr, order_accuracy, patch_psnr, psnr"),
     ],

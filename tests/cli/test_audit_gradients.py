@@ -245,7 +245,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--attacks", ","], "must be one or more names (--attacks)"),
         (["--defences", ""], "(--defences)"),
         (["--fail-above", "beauty=3"], "psnr"),
-        (["--fail-above", "lpips=0.1"], "means a good copy,"),
+        (["--fail-above", "lpips=0.1"], "means a good copy"),
         (["--count", "0"], "--count"),
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
