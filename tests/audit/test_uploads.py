@@ -121,7 +121,7 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     page, pair, verdict = make_page(audit).render(), audit.pairs[0], audit.summary().sentence
     assert (pair.exact, pair.to_the_byte, pair.others) == (0, 0, 1) and said in verdict and said in page
     assert "No image was recovered" not in page and "of them with the exact byte" not in verdict
-    with pytest.raises(SitusError, match="has only 1 image, but the audit has 2 uploads of 1 image each"):
+    with pytest.raises(SitusError, match="has only 1 image, but the uploads need 2: 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
 
 

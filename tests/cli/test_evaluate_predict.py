@@ -96,7 +96,7 @@ def test_broken_files_have_a_row_and_are_counted(
         (["ONE", "--out", "x.txt"], "must be a file ending in .csv"),
         (["ONE", "--data", "nowhere", "--out", "x.csv"], "nowhere: no such folder or file"),
         (["ONE", "--split", "other", "--out", "x.csv"], "split='other'"),
-        (["ONE", "--text.column", "words", "--out", "x.csv"], "applies only to sentences"),
+        (["ONE", "--text.column", "words", "--out", "x.csv"], "applies only to models of sentences"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -98,7 +98,7 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         if not logits.requires_grad:
             raise SitusError(
                 f"{backbone.name}: the logits do not depend on the parameters, so there is no gradient to audit. "
-                "Check whether its forward method uses torch.no_grad or detach (MODEL)"
+                "Check whether the forward method of the model uses torch.no_grad or detach (MODEL)"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

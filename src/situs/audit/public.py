@@ -343,8 +343,9 @@ def open_audit(
         count = len(captured) * config.batch or count or config.count or COUNT
         test = load_test_set(victim, data, count, config.split, opened.device)
     if captured and len(test) < len(captured) * config.batch:
-        behind = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
-        raise SitusError(f"data: has only {counted(len(test), test.things)}, but the audit has {behind}", field="data")
+        uploads = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
+        needs = f"the uploads need {len(captured) * config.batch}: {uploads}"
+        raise SitusError(f"data: has only {counted(len(test), test.things)}, but {needs}", field="data")
     test = replace(test, captured=captured)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method) and test.referenced:
         victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})

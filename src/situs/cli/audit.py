@@ -181,9 +181,9 @@ class Gradients(GateArgs, AuditConfig):
     adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the
-    DP-SGD of the run, if any. With a gate, auto is the DP-SGD of the run, or else none. Even without a defence, an MJP
-    run shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the DP-
+    SGD of the run, if any. With a gate, auto tests only the DP-SGD of the run (without DP-SGD: none). Even without
+    a defence, an MJP run shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
@@ -412,7 +412,8 @@ class Split(ImageArgs):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
     """Defences, comma-separated: none, noise=σ (σ in standard deviations of the tokens), lowpass=r (keep this ratio of
-    the frequencies), or batch-shuffle=B (B samples exchange their tokens). curve: each defence at several strengths."""
+    the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
+    strengths)."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""

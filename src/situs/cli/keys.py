@@ -44,8 +44,8 @@ class Keygen:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(ShapeArgs):
-    """Lock a model with a key. The key permutes the channels between the blocks, so the model is useless without the
-    key.
+    """Lock a model with a key. The key permutes the channels of the features that pass from block to block, so
+    the model is useless without the key.
 
     Embedding, positions, final norm and head stay readable unless you use --withhold. With the key, situs unlock
     restores the original files bit for bit. Configs, tokenisers, README and licence are copied. Other files are not

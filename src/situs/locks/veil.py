@@ -236,7 +236,7 @@ class Cut(Entrance):
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
             raise SitusError(
-                f"{backbone.name}: its stages have different keys, so with the key only the last layer can be shown"
+                f"{backbone.name}: with a key for each stage, only the last layer of the locked model can be shown"
             )
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))

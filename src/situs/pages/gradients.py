@@ -41,7 +41,7 @@ from situs.results import Cell
 EXACTLY = (
     f"'Recovered exactly' means a PSNR of {EXACT:g} dB or more. The mean error is then less than half of one grey "
     f"level (of 255), which is invisible. {BEST_PSNR:g} dB means no error at all. If an image was recovered byte for "
-    "byte, the attacker can be certain of it without the original: only these bytes fit the equations of the attack."
+    "byte, the attacker knows that it is exact, because no other bytes fit the equations of the attack."
 )
 
 ALONE = "not defined for a single image."

@@ -394,7 +394,9 @@ def _check_runs(rle: dict[str, Any], sides: tuple[int, int]) -> None:
     if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):
         raise SitusError("has run lengths that are negative or not whole numbers")
     if sum(counts) != sides[0] * sides[1]:
-        raise SitusError(f"has run lengths of {sum(counts):,} pixels, but its image has {sides[0] * sides[1]:,}")
+        raise SitusError(
+            f"has a mask whose run lengths add up to {sum(counts):,} pixels, but its image has {sides[0] * sides[1]:,}"
+        )
 
 
 def is_number(value: Any) -> bool:

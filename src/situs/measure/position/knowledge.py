@@ -282,8 +282,9 @@ Linear readers predict the position of a patch from its features, at every depth
 and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
 linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
 With the patches shuffled, a reader can use only the position embeddings. A linear reader gives a lower bound: another
-reader, or more samples, may find more. The regression on the position embeddings is tested on positions that it was not
-fitted on. The readers of the features were fitted on every position, but on other samples.
+reader, or more samples, may find more. A further regression reads the position embeddings themselves. It is fitted on
+some positions, and tested on the others. The readers of the features were fitted on every position, but on other
+samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
 distance between the head's input before and after the shuffle. With the mask hidden from the model, all position
