@@ -181,9 +181,9 @@ class Gradients(GateArgs, AuditConfig):
     adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the DP-
-    SGD of the run, if any. With a gate, auto tests only the DP-SGD of the run (without DP-SGD: none). Even without
-    a defence, an MJP run shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the
+    DP-SGD of the run, if any. With a gate, auto is only the DP-SGD of the run, if any. Even without a defence, an MJP
+    run shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
