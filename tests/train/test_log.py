@@ -246,6 +246,69 @@ def test_a_lost_server_of_mlflow_does_not_end_the_run(run: RunFolder, monkeypatc
     assert len(run.metrics.read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["begun", "resumed"])
+def test_a_run_is_found_again_in_mlflow_and_a_new_one_has_all_its_settings(
+    resumed: bool, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """known: the server has the experiment, and a run of this folder in it."""
+    calls: list[tuple[object, ...]] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
+            calls.append(("experiment", name))
+            return types.SimpleNamespace(experiment_id="7") if known else None
+
+        def create_experiment(self, name: str) -> str:
+            calls.append(("made", name))
+            return "8"
+
+        def search_runs(self, numbers: list[str], which: str) -> list[types.SimpleNamespace]:
+            calls.append(("sought", *numbers, which))
+            return [types.SimpleNamespace(info=types.SimpleNamespace(run_id="old"))] if known else []
+
+        def create_run(self, number: str, run_name: str, tags: dict[str, str]) -> types.SimpleNamespace:
+            calls.append(("run", number, run_name, tags))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="new"))
+
+        def update_run(self, run: str, status: str) -> None:
+            calls.append(("goes on", run, status))
+
+        def log_batch(self, run: str, params: object = (), metrics: object = ()) -> None:
+            calls.append(("batch", run, [*params], [*metrics]))
+
+        def set_terminated(self, run: str) -> None:
+            calls.append(("ended", run))
+
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient = Client  # type: ignore[attr-defined]
+    entities.Metric = entities.Param = lambda *values: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setattr("situs.train.log.time", types.SimpleNamespace(time=lambda: 12.5))
+    settings = {f"n{number:03}": "x" * 600 if number == 3 else number for number in range(201)}
+    run = RunFolder.create(tmp_path / "run", {"train": settings})
+    log = Log(RunFolder.open(run.path) if resumed else run, 0, 100, ["mlflow"], console=Console(quiet=True))
+    log.keep({"step": 50, "loss": 1.5, "named": "x"})
+    log.close()
+    assert calls[:1] == [("experiment", "mine")] and (("made", "mine") in calls) is not known
+    sought = [call for call in calls if call[0] == "sought"]
+    assert len(sought) == resumed and all(call[1] == "78"[not known] for call in sought)
+    name = "old" if known and resumed else "new"
+    if name == "old":
+        assert ("goes on", "old", "RUNNING") in calls and sum(call[0] == "batch" for call in calls) == 1
+    else:
+        (begun,) = (call for call in calls if call[0] == "run")
+        assert begun[1:3] == ("78"[not known], "run")
+        assert all(call[2] == f"tags.`situs.run` = '{begun[3]['situs.run']}'" for call in sought)
+        sent = [call[2] for call in calls if call[0] == "batch" and call[2]]
+        assert [len(part) for part in sent] == [100, 100, 1]  # the most that its server takes
+        wanted = [(f"train.{key}", str(value)[:500]) for key, value in settings.items()]
+        assert [pair for part in sent for pair in part] == wanted
+    assert calls[-2:] == [("batch", name, [], [("loss", 1.5, 12500, 50)]), ("ended", name)]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("store", ["file", "sqlite"])
