@@ -140,6 +140,19 @@ def test_forward_is_the_models_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLAT)
+def test_the_parts_of_a_block_say_of_heads_and_rotation_what_the_model_does(name: str) -> None:
+    backbone = made_once(name)
+    attentions = [part.attention for part in backbone.parts()]
+    assert len(attentions) == backbone.depth
+    assert {(a.heads, a.shared, a.by_head) for a in attentions} == {(4, 1, False)}
+    assert {a.rotary for a in attentions} == {backbone.positions().rotary is not None}
+    for attention in attentions:
+        for tensor, axis, at in attention.tables:
+            own = tensor if at is None else tensor.select(*at)
+            assert own.shape[axis if at is None or axis < at[0] else axis - 1] == 4
+
+
+@pytest.mark.parametrize("name", FLAT)
 @torch.no_grad()
 def test_context_equals_a_masked_full_attention(name: str) -> None:
     backbone = make(name)
