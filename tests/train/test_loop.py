@@ -234,6 +234,24 @@ def test_of_the_best_validations_the_first_stays(
     assert "step 10: val map 0.1, val top1 0.7\n" in said and "no validation" not in said
 
 
+def test_metrics_below_twice_their_chance_are_told_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(TRAIN, epochs=None, max_steps=2)
+    metrics = train(tmp_path / "first", config)[0].metrics
+    assert "near chance" not in capsys.readouterr().err
+    level = {"size": 0.501 * metrics["size"], "loss": 0.499 * metrics["loss"], "absent": 1.0}
+    monkeypatch.setattr(ToyMethod, "chance", level)
+    train(tmp_path / "again", config)
+    said = (
+        f"size {metrics['size']:.3g} is near chance ({level['size']:.3g}): the run has learned almost nothing in 2 up"
+    )
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if "near chance" in line)
+    assert told.startswith(said)
+    train(tmp_path / "stopped", config, hooks=[StopAt(1)])
+    assert "near chance" not in capsys.readouterr().err  # it has not ended
+
+
 @pytest.mark.parametrize(
     ("changes", "steps", "said"),
     [

@@ -16,6 +16,7 @@ from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
 from situs.data.loader import Loader
 from situs.errors import SitusError
+from situs.folder_lock import lock_folder
 from situs.models import open_model
 from situs.models.data import open_several
 from situs.models.start import starting
@@ -304,6 +305,23 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
     assert [name for name in whole if not torch.equal(cut[name], whole[name])] == []
     assert not torch.equal(whole["position_head.weight"], weights(mp3)["position_head.weight"])
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["train"]["max_steps"] == 5
+
+
+def test_a_resumed_run_is_held_from_its_assembly_on(mp3: Path, tmp_path: Path) -> None:
+    """Or a second process would read a set, and a model, for nothing."""
+    run, refused = tmp_path / "run", list[str]()
+    shutil.copytree(mp3, run)
+
+    def hooks(*_: Any) -> tuple[()]:
+        with pytest.raises(SitusError) as caught, lock_folder(run):
+            pass
+        refused.append(str(caught.value))
+        return ()
+
+    train_run(config(), Setup(hooks=hooks), resume=run, device="cpu", quiet=True)
+    assert len(refused) == 1 and "is using this folder" in refused[0]
+    with lock_folder(run):
+        pass
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
