@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from rich.console import Console
 
 from situs.errors import SitusError
 from situs.progress import in_words, listening, task
 from situs.train.checkpoint import RunFolder
-from situs.train.log import TRACKERS, Log, describe
+from situs.train.log import TRACKERS, Log, describe, machine, memory_gib
 
 RECORD = {
     "step": 50, "epoch": 1.25, "loss": 2.34567, "position_accuracy": 0.41234, "gradient_norm": 3.0, "lr": 1.5e-4,
@@ -353,3 +354,44 @@ def test_trackio_itself_keeps_the_numbers(run: RunFolder, tmp_path: Path) -> Non
     with sqlite3.connect(file) as base:
         rows = base.execute("select step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(50, 2.5), (60, 1.25)]
+
+
+def test_lines_for_people_go_to_stderr_plain_and_whole(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a terminal of 30 columns: no colours of numbers and no line breaks, which a search would not find."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "30"}.items():
+        monkeypatch.setenv(name, value)
+    text = "Loss 2.31 after 50 of 100 steps in '/a/long/path/of/a/run', True [bold]"
+    Log(run, 0, 100).say(text)
+    assert capsys.readouterr() == ("", f"{text}\n")
+
+
+def test_a_run_says_on_which_machine_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert machine(torch.device("cpu"), "fp32") == {
+        "device": "cpu (AVX2, 7 threads)", "precision": "fp32", "torch": torch.__version__,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU at {device}")
+    assert machine(torch.device("cuda:1"), "bf16")["device"] == "a GPU at cuda:1"
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 2**10), ("darwin", 1)])
+def test_memory_is_in_gib_wherever_it_is(system: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    used = types.SimpleNamespace(ru_maxrss=3 * 2**29 // unit)
+    monkeypatch.setattr("situs.train.log.resource.getrusage", lambda who: used)
+    assert memory_gib(torch.device("cpu")) == 1.5
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31 + 2**30)
+    assert memory_gib(torch.device("cuda")) == 3.0
+
+
+def test_only_the_rank_that_writes_says_and_tracks(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "writer", False)
+    out, before = io.StringIO(), sorted(run.path.iterdir())
+    log = Log(run, 0, 100, ["nobody"], console=Console(file=out))
+    log.say("text")
+    log.step(RECORD)
+    log.close()
+    assert not log.trackers and not out.getvalue() and sorted(run.path.iterdir()) == before
