@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, is_dataclass
 from os import PathLike
 from pathlib import Path
 from threading import Timer
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from situs.config import (
     Checked,
     _allows,
+    checks_arguments,
     choice,
     choices_of,
     differences,
@@ -370,3 +371,45 @@ def test_a_config_made_in_python_refuses_a_word_that_is_no_choice(kind: type[Any
 def test_a_type_is_named_and_checked(kind: Any, words: str, good: Any, bad: Any) -> None:
     assert in_words(kind) == words
     assert _allows(kind, good) and not _allows(kind, bad)
+
+
+class More(TypedDict, total=False):
+    rate: Annotated[float, Within("[0, 1)")]
+
+
+@checks_arguments("own", extra=lambda: {"Folder": Path})
+def verb(
+    count: int,
+    word: str = "jpeg",
+    *,
+    where: Folder | None = None,  # type: ignore[name-defined]  # noqa: F821
+    own: int = 0,
+    odd: NoSuch = 0,  # type: ignore[name-defined]  # noqa: F821
+    **more: Unpack[More],
+) -> tuple[Any, ...]:
+    return count, word, where, own, odd, more
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        (("3",), {}, "count='3': must be an integer"),
+        ((3, 4), {}, "word=4: must be text, such as 'jpeg'"),
+        ((3,), {"word": None}, "word=None: must be text, such as 'jpeg'"),
+        ((3,), {"where": "x"}, "where='x': must be a path or none"),
+        ((3,), {"rate": 1.0}, r"rate=1.0: must be a finite number in \[0, 1\)"),
+        ((["x" * 56],), {}, r"count=\['x{56}'\]: must be an integer"),
+        ((["x" * 57],), {}, "count=a list: must be an integer"),
+        (("a\n",), {}, r"count='a\\n': must be an integer"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_refused_before_the_function_begins(args: Any, options: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=f"^{said}$") as caught:
+        verb(*args, **options)
+    assert caught.value.field == said.partition("=")[0]
+
+
+def test_arguments_that_fit_or_that_nobody_can_check_pass() -> None:
+    given = {"where": Path("x"), "own": "checked by itself", "odd": "of no type that is known", "rate": 0.5, "other": 1}
+    assert verb(3, **given) == (3, "jpeg", Path("x"), given["own"], given["odd"], {"rate": 0.5, "other": 1})
+    assert verb(count=3, word="png") == (3, "png", None, 0, 0, {})

@@ -62,7 +62,7 @@ COVERED = {
     "situs.audit.sweep.ladder": "test_weakest",
     "situs.backbones.hf.convert": "test_export",
     "situs.backbones.hf.blocks": "test_create",
-    "situs.backbones.timm.blocks": "test_backbones",
+    "situs.backbones.timm.blocks": "test_layout",
     "situs.backbones.timm.create": "test_timm_names",
     "situs.data.sources.base": "test_open",
     "situs.data.sources.manifest": "test_check",

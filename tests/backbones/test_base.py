@@ -117,16 +117,6 @@ def test_taps_see_every_depth(name: str) -> None:
     assert not torch.allclose(seen[0][1], last)
 
 
-@torch.no_grad()
-def test_taps_on_stages_see_their_grids() -> None:
-    swin = small_swin((32, 48), depths=(1, 2), heads=(2, 3), model_args={"window_size": 4}).double().eval()
-    stream = swin.assemble(swin.embed(inputs(swin)), swin.positions())
-    seen: list[Tensor] = []
-    last = swin.run_layers(stream, None, (lambda _, z: seen.append(z),))
-    assert [tuple(z.shape[1:]) for z in seen] == [(96, 12), (24, 24), (24, 24)]
-    assert torch.equal(last, swin.run_layers(stream, None)) and torch.equal(last, seen[-1])
-
-
 @pytest.mark.parametrize("grid", [(4, 5), (1, 2), (2, 3)])
 @pytest.mark.parametrize("name", ["vit", "registers", "eva", "mixed"])
 def test_positions_of_another_grid_are_timms(name: str, grid: tuple[int, int]) -> None:

@@ -139,6 +139,18 @@ def test_forward_is_the_models_own(name: str) -> None:
         assert features.patches.shape[1] == backbone.out_grid[0] * backbone.out_grid[1]
 
 
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "resnet26"])
+def test_the_parts_of_a_block_say_of_heads_and_rotation_what_the_model_does(name: str) -> None:
+    backbone = made_once(name)
+    for block, layer in zip(backbone.parts(), backbone.layers(), strict=True):
+        attention, heads = block.attention, layer.attn.num_heads
+        assert (attention.heads, attention.shared, attention.by_head) == (heads, 1, False)
+        assert attention.rotary is (backbone.positions().rotary is not None)
+        for tensor, axis, at in attention.tables:
+            own = tensor if at is None else tensor.select(*at)
+            assert own.shape[axis if at is None or axis < at[0] else axis - 1] == heads
+
+
 @pytest.mark.parametrize("name", FLAT)
 @torch.no_grad()
 def test_context_equals_a_masked_full_attention(name: str) -> None:

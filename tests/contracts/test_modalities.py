@@ -114,3 +114,12 @@ def test_an_evaluation_sees_every_sample_once_in_order(kind: str, world: Path) -
     ids = torch.cat([batch.ids for batch in made])
     assert ids.tolist() == [*range(len(made.source))]
     assert made.shown(next(made.iterate()).inputs).dim() == 4 if kind != "sentences" else True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_takes_about_what_its_pipeline_says(kind: str, world: Path) -> None:
+    """By which workers are held back, and small batches are joined on a GPU."""
+    pipeline = loader(world, kind).pipeline
+    part = pipeline.read(1, [0, 1, 2, 3])
+    held = sum(value.nbytes for name, value in part.values.items() if name != "label") / len(part.ids)
+    assert held / 1.6 < pipeline.row_bytes < 1.6 * held

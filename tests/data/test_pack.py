@@ -231,6 +231,28 @@ def test_a_killed_process_with_workers_leaves_what_another_goes_on_with(tmp_path
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_progress_counts_the_images_of_each_split_from_where_it_goes_on(photos, tmp_path, monkeypatch):
+    for number in range(30, 93):
+        write(photos / f"val/dög/{number}.png", noise(number, 4, 5))
+    seen: list[tuple[int, int, str]] = []
+    pack(photos, tmp_path / "out", config("parquet"), workers=0, progress=lambda *told: seen.append(told))
+    assert seen == [(0, 9, "train"), (9, 9, "train"), *((done, 65, "val") for done in (0, 32, 64, 65))]
+    seen.clear()
+    _stop_after(1, photos, tmp_path / "stopped", monkeypatch)
+    done = json.loads((tmp_path / "stopped/out/.packing.json").read_text())["done"]
+    pack(photos, tmp_path / "stopped/out", config("parquet"), workers=0, progress=lambda *told: seen.append(told))
+    assert 0 < done["train"] < 9 and seen[:2] == [(done["train"], 9, "train"), (9, 9, "train")]
+    for number in range(3):
+        write(tmp_path / f"flat/{number}.png", noise(number))
+    seen.clear()
+    pack(
+        tmp_path / "flat", tmp_path / "flat out", config("parquet"), workers=0, progress=lambda *told: seen.append(told)
+    )
+    assert seen == [(0, 3, "images"), (3, 3, "images")]
+    check(photos, workers=0, progress=lambda *told: seen.append(told))
+    assert seen[2:] == [(9, 9, "train"), *((done, 65, "val") for done in (32, 64, 65))]
+
+
 def test_again_another_and_start_over(photos, tmp_path):
     first = pack(photos, tmp_path / "out", config("webdataset"), workers=0)
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from dataclasses import replace
@@ -77,6 +78,15 @@ def test_a_worker_does_not_collect_what_its_parent_left(tmp_path: Path) -> None:
 def test_a_killed_worker_is_one_sentence():
     with pytest.raises(SitusError, match="a worker process was killed"):
         [*in_order(die, range(9), 1)]
+
+
+def waited_for(numbers: list[int]) -> list[str]:
+    return [each.name for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+
+
+def test_a_worker_ends_without_waiting_for_a_thread_of_its_own():
+    """Its watch over the parent lasts as long as the parent."""
+    assert [*in_order(waited_for, range(2), 1, at_once=1)] == [[], []]
 
 
 def process(numbers: list[int]) -> int:

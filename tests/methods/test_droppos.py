@@ -319,5 +319,7 @@ def test_mistakes_are_sentences() -> None:
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 positions"):
         OfficialDropPos(small_vit((12, 16)), small)
-    with pytest.raises(SitusError, match="no positions to drop: choose positions='sincos'"):
-        make(positions="none")
+    few: dict[str, Any] = dict(mask_ratio=0.34, decoder_width=8, decoder_heads=2)
+    for kind in (DropPos, OfficialDropPos):
+        with pytest.raises(SitusError, match="no positions to drop: choose positions='sincos'"):
+            kind(small_vit((12, 16), positions="none"), kind.Config(**few))

@@ -327,8 +327,9 @@ def test_presets_are_the_methods() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=1.2: must be in \[0, 1\]$"):
         MJPConfig(mask_ratio=1.2)
-    with pytest.raises(SitusError, match="unknown=True: must be off if positions are"):
-        MJPConfig(positions=False, dal="none")
+    for kind in (MJPConfig, OfficialMJPConfig):
+        with pytest.raises(SitusError, match="unknown=True: must be off if positions are"):
+            kind(positions=False, dal="none")
     with pytest.raises(SitusError, match="dal='linear': must be 'none' without positions"):
         MJPConfig(positions=False, unknown=False, dal="linear")
     with pytest.raises(SitusError, match="its position table is fixed"):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.errors import SitusError
-from situs.methods.segmentation import BatchNorm, Pyramid, UperNet, resize
+from situs.methods.segmentation import BatchNorm, Pyramid, UperNet, norm_of, pool, resize
 
 MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -16,6 +16,41 @@ MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().
 def test_resizing_is_torchs(size: tuple[int, int]) -> None:
     wanted = F.interpolate(MAPS, size, mode="bilinear", align_corners=False)
     torch.testing.assert_close(resize(MAPS, size), wanted, rtol=0, atol=2e-6)  # its places are float32
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 6, 9])
+def test_pooling_is_torchs(side: int) -> None:
+    torch.testing.assert_close(pool(MAPS, side), F.adaptive_avg_pool2d(MAPS, side))
+
+
+@pytest.mark.parametrize(("width", "groups"), [(1, 1), (16, 1), (32, 2), (40, 2), (48, 3), (256, 16), (263, 1)])
+def test_a_group_has_sixteen_channels_or_more(width: int, groups: int) -> None:
+    norm = norm_of(width, "group")
+    assert isinstance(norm, torch.nn.GroupNorm) and (norm.num_groups, norm.num_channels) == (groups, width)
+
+
+def test_maps_are_joined_as_upernet_says() -> None:
+    """By hand: pools of 1, 2, 3 and 6 cells beside the coarsest, a path from coarse to fine, and all of it at once."""
+    torch.manual_seed(0)
+    net = UperNet([4, 6, 8], 16).double()
+    maps = [torch.randn(2, c, s, s + 1, dtype=torch.float64) for c, s in ((4, 8), (6, 4), (8, 2))]
+    state = net.state_dict()
+
+    def sized(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(values, like.shape[2:], mode="bilinear", align_corners=False)
+
+    def layer(name: str, values: torch.Tensor) -> torch.Tensor:
+        weight = state[f"{name}.0.weight"]
+        values = F.conv2d(values, weight, padding=weight.shape[-1] // 2)
+        return F.group_norm(values, 1, state[f"{name}.1.weight"], state[f"{name}.1.bias"]).relu()
+
+    pools = [layer(f"pools.{n}", F.adaptive_avg_pool2d(maps[2], side)) for n, side in enumerate((1, 2, 3, 6))]
+    coarse = layer("bottleneck", torch.cat([maps[2], *(sized(each, maps[2]) for each in pools)], 1))
+    middle = layer("laterals.1", maps[1]) + sized(coarse, maps[1])
+    fine = layer("laterals.0", maps[0]) + sized(middle, maps[0])
+    ways = [layer("smooth.0", fine), layer("smooth.1", middle), coarse]
+    wanted = layer("fuse", torch.cat([sized(each, maps[0]) for each in ways], 1))
+    torch.testing.assert_close(net(maps), wanted, rtol=0, atol=1e-5)  # its places are float32
 
 
 def test_a_pyramid_has_four_sizes_of_any_grid() -> None:

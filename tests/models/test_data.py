@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from situs.cli.main import main
@@ -18,7 +19,7 @@ from situs.config import from_dict
 from situs.errors import SitusError
 from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
-from situs.models.data import check_classes, check_labels, load_bank, load_set, made_with, top1_reason
+from situs.models.data import check_classes, check_labels, examples, load_bank, load_set, made_with, top1_reason
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
 
@@ -97,6 +98,62 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
         f"{flat}: has no split for evaluation, so a ratio of 0.2 of the samples is held out, chosen by their "
         "names; held_out sets the ratio"
     )
+
+
+def test_so_many_samples_as_are_asked_for_are_taken_and_shown(flat: Path, run: Path) -> None:
+    subject = open_model(str(run))
+    loader = load_set(subject, flat, held_out=0.0, count=7, batch=4)
+    batches = [*loader]
+    assert len(loader.source) == 7 and [len(batch.ids) for batch in batches] == [4, 3]
+    shown = examples(loader, 3)
+    assert torch.equal(shown, loader.shown(batches[0].inputs)[:3]) and shown.shape == (3, 3, 8, 8)
+    assert 0 <= float(shown.min()) < float(shown.max()) <= 1
+    bank, test = load_bank(subject, train_count=6, count=5, batch=8)
+    assert (len(bank.source), len(test.source)) == (6, 5)
+    assert len(load_set(subject, flat, held_out=0.0, count=1).source) == 1
+    for name, act in (("count", load_set), ("count", load_bank), ("train_count", load_bank)):
+        with pytest.raises(SitusError, match=f"^{name}=0: must be >= 1$"):
+            act(subject, **{name: 0})
+    for split in ("train", "training", "all"):
+        with pytest.raises(SitusError, match=f"split='{split}': the classifier is fitted to this split"):
+            load_bank(subject, split=split)
+    with pytest.raises(SitusError, match="is only one set; give a training set and an evaluation set"):
+        load_bank(subject, loader.source)
+    with pytest.raises(SitusError, match="is not a run, and only a run records its data; name the images"):
+        load_set(open_model("test_vit", weights="random", img_size=32))
+
+
+def test_the_ratio_that_a_model_holds_out_is_told_of_other_data_alone(flat: Path, run: Path, tmp_path: Path) -> None:
+    subject, other = open_model(str(run)), shutil.copytree(flat, tmp_path / "other")
+    taken = load_set(subject, other, batch=8).source
+    said = f"so {len(taken)} of its 40 images were used (the ratio that {subject.name} holds out); held_out=0 uses all"
+    assert taken.notes[-1] == f"other: has no splits, {said}" and 0 < len(taken) < 20
+    for chosen in (
+        load_set(subject, batch=8),
+        load_set(subject, flat, batch=8),
+        load_set(subject, other, split="val", batch=8),
+        load_set(subject, other, held_out=0.5, batch=8),
+    ):
+        assert not any("were used" in note for note in chosen.source.notes)
+
+
+@pytest.mark.parametrize(("batch", "world", "size", "share"), [(8, 3, 6, 2), (8, 4, 8, 2), (2, 3, 3, 1), (9, 1, 9, 9)])
+def test_ranks_share_a_batch_and_each_has_a_sample(
+    batch: int, world: int, size: int, share: int, flat: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, parts = open_model(str(run)), list[list[int]]()
+    monkeypatch.setattr("situs.models.data.distributed.world", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr("situs.models.data.distributed.rank", lambda rank=rank: rank)
+        loader = load_set(subject, flat, held_out=0.0, batch=batch, shared=True)
+        assert loader.global_batch == size and len(next(iter(loader)).ids) == share
+        parts.append([number for each in loader for number in each.ids.tolist()])
+    assert sorted(number for part in parts for number in part) == [*range(40)]
+    assert load_set(subject, flat, held_out=0.0, batch=batch).global_batch == batch  # which all of them have
+    if world > 1:
+        with pytest.raises(SitusError, match=f"1 image is too few for {world} ranks"):
+            load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=1)
+        assert len(load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=world).source) == world
 
 
 VERBS = {

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from rich.console import Console
 
 from situs.errors import SitusError
 from situs.progress import in_words, listening, task
 from situs.train.checkpoint import RunFolder
-from situs.train.log import TRACKERS, Log, describe
+from situs.train.log import TRACKERS, Log, describe, machine, memory_gib
 
 RECORD = {
     "step": 50, "epoch": 1.25, "loss": 2.34567, "position_accuracy": 0.41234, "gradient_norm": 3.0, "lr": 1.5e-4,
@@ -246,6 +247,69 @@ def test_a_lost_server_of_mlflow_does_not_end_the_run(run: RunFolder, monkeypatc
     assert len(run.metrics.read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["begun", "resumed"])
+def test_a_run_is_found_again_in_mlflow_and_a_new_one_has_all_its_settings(
+    resumed: bool, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """known: the server has the experiment, and a run of this folder in it."""
+    calls: list[tuple[object, ...]] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
+            calls.append(("experiment", name))
+            return types.SimpleNamespace(experiment_id="7") if known else None
+
+        def create_experiment(self, name: str) -> str:
+            calls.append(("made", name))
+            return "8"
+
+        def search_runs(self, numbers: list[str], which: str) -> list[types.SimpleNamespace]:
+            calls.append(("sought", *numbers, which))
+            return [types.SimpleNamespace(info=types.SimpleNamespace(run_id="old"))] if known else []
+
+        def create_run(self, number: str, run_name: str, tags: dict[str, str]) -> types.SimpleNamespace:
+            calls.append(("run", number, run_name, tags))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="new"))
+
+        def update_run(self, run: str, status: str) -> None:
+            calls.append(("goes on", run, status))
+
+        def log_batch(self, run: str, params: object = (), metrics: object = ()) -> None:
+            calls.append(("batch", run, [*params], [*metrics]))
+
+        def set_terminated(self, run: str) -> None:
+            calls.append(("ended", run))
+
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient = Client  # type: ignore[attr-defined]
+    entities.Metric = entities.Param = lambda *values: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setattr("situs.train.log.time", types.SimpleNamespace(time=lambda: 12.5))
+    settings = {f"n{number:03}": "x" * 600 if number == 3 else number for number in range(201)}
+    run = RunFolder.create(tmp_path / "run", {"train": settings})
+    log = Log(RunFolder.open(run.path) if resumed else run, 0, 100, ["mlflow"], console=Console(quiet=True))
+    log.keep({"step": 50, "loss": 1.5, "named": "x"})
+    log.close()
+    assert calls[:1] == [("experiment", "mine")] and (("made", "mine") in calls) is not known
+    sought = [call for call in calls if call[0] == "sought"]
+    assert len(sought) == resumed and all(call[1] == "78"[not known] for call in sought)
+    name = "old" if known and resumed else "new"
+    if name == "old":
+        assert ("goes on", "old", "RUNNING") in calls and sum(call[0] == "batch" for call in calls) == 1
+    else:
+        (begun,) = (call for call in calls if call[0] == "run")
+        assert begun[1:3] == ("78"[not known], "run")
+        assert all(call[2] == f"tags.`situs.run` = '{begun[3]['situs.run']}'" for call in sought)
+        sent = [call[2] for call in calls if call[0] == "batch" and call[2]]
+        assert [len(part) for part in sent] == [100, 100, 1]  # the most that its server takes
+        wanted = [(f"train.{key}", str(value)[:500]) for key, value in settings.items()]
+        assert [pair for part in sent for pair in part] == wanted
+    assert calls[-2:] == [("batch", name, [], [("loss", 1.5, 12500, 50)]), ("ended", name)]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("store", ["file", "sqlite"])
@@ -290,3 +354,44 @@ def test_trackio_itself_keeps_the_numbers(run: RunFolder, tmp_path: Path) -> Non
     with sqlite3.connect(file) as base:
         rows = base.execute("select step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(50, 2.5), (60, 1.25)]
+
+
+def test_lines_for_people_go_to_stderr_plain_and_whole(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a terminal of 30 columns: no colours of numbers and no line breaks, which a search would not find."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "30"}.items():
+        monkeypatch.setenv(name, value)
+    text = "Loss 2.31 after 50 of 100 steps in '/a/long/path/of/a/run', True [bold]"
+    Log(run, 0, 100).say(text)
+    assert capsys.readouterr() == ("", f"{text}\n")
+
+
+def test_a_run_says_on_which_machine_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert machine(torch.device("cpu"), "fp32") == {
+        "device": "cpu (AVX2, 7 threads)", "precision": "fp32", "torch": torch.__version__,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU at {device}")
+    assert machine(torch.device("cuda:1"), "bf16")["device"] == "a GPU at cuda:1"
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 2**10), ("darwin", 1)])
+def test_memory_is_in_gib_wherever_it_is(system: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    used = types.SimpleNamespace(ru_maxrss=3 * 2**29 // unit)
+    monkeypatch.setattr("situs.train.log.resource.getrusage", lambda who: used)
+    assert memory_gib(torch.device("cpu")) == 1.5
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31 + 2**30)
+    assert memory_gib(torch.device("cuda")) == 3.0
+
+
+def test_only_the_rank_that_writes_says_and_tracks(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "writer", False)
+    out, before = io.StringIO(), sorted(run.path.iterdir())
+    log = Log(run, 0, 100, ["nobody"], console=Console(file=out))
+    log.say("text")
+    log.step(RECORD)
+    log.close()
+    assert not log.trackers and not out.getvalue() and sorted(run.path.iterdir()) == before

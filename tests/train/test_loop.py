@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import socket
+import sys
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -164,6 +166,112 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
     assert all(" · loss " in line and " · accuracy " in line for line in records)
     assert [r["step"] for r in run.records()] == [19, 20]
     assert [r["loss"] for r in run.records()] == [r["loss"] for r in quick.records()]
+
+
+class Ticking(ToyLoader):
+    """Each batch takes two seconds of a clock, and the run waits for half of one of them."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self.now = now
+
+    def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        for batch in super().iterate(epoch, start_step):
+            self.now[0] += 2.0
+            self.data_wait += 0.5
+            yield batch
+
+
+@pytest.mark.parametrize("stopped", [None, 7])
+def test_a_record_counts_its_own_steps_and_no_hook(
+    stopped: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four samples a second whoever looks on for how long, after a restart too; the seconds are those of all."""
+    now = [100.0]
+    monkeypatch.setattr("situs.train.loop.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(StopAt):
+        def after_step(self, state: RunState) -> None:
+            now[0] += 4.0
+            super().after_step(state)
+
+    config = dataclasses.replace(TRAIN, epochs=2)
+    if stopped is not None:
+        train(tmp_path / "run", config, hooks=[Slow(stopped)], loader=Ticking(now))
+        now[0] += 1000.0
+    _, _, run = train(tmp_path / "run", config, hooks=[Slow(0)], loader=Ticking(now))
+    records = run.records()
+    assert [r["step"] for r in records] == [3, 6, 9, 10]
+    assert [r["epoch"] for r in records] == [0.6, 1.2, 1.8, 2.0]
+    assert [r["images_per_second"] for r in records] == [4.0] * 4
+    assert [r["data_wait"] for r in records] == [0.25] * 4
+    assert [r["seconds"] for r in records] == [14.0, 32.0, 50.0, 56.0]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    assert 0.5 * peak < records[-1]["memory_gib"] * 2**30 <= peak
+
+
+class Judge:
+    """A validation after each epoch: by its accuracy the second is best, and the third is as good."""
+
+    def after_step(self, state: RunState) -> None:
+        pass
+
+    def after_epoch(self, state: RunState) -> None:
+        state.log({"val_map": (0.9, 0.1, 0.2, 0.95)[state.epoch], "val_top1": (0.5, 0.7, 0.7, 0.6)[state.epoch]})
+
+
+@pytest.mark.parametrize("stopped", [None, 12])
+def test_of_the_best_validations_the_first_stays(
+    stopped: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(TRAIN, save_every=100, keep=1, keep_best=True)
+    if stopped is not None:
+        train(tmp_path / "run", config, hooks=[Judge(), StopAt(stopped)])
+    _, _, run = train(tmp_path / "run", config, hooks=[Judge()])
+    assert sorted(run.steps()) == [10, 20]
+    said = capsys.readouterr().err
+    assert said.count("best val top1 0.7000 after step 10, whose checkpoint is the model of the run") == 1
+    assert "step 10: val map 0.1, val top1 0.7\n" in said and "no validation" not in said
+
+
+def test_metrics_below_twice_their_chance_are_told_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(TRAIN, epochs=None, max_steps=2)
+    metrics = train(tmp_path / "first", config)[0].metrics
+    assert "near chance" not in capsys.readouterr().err
+    level = {"size": 0.501 * metrics["size"], "loss": 0.499 * metrics["loss"], "absent": 1.0}
+    monkeypatch.setattr(ToyMethod, "chance", level)
+    train(tmp_path / "again", config)
+    said = (
+        f"size {metrics['size']:.3g} is near chance ({level['size']:.3g}): the run has learned almost nothing in 2 up"
+    )
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if "near chance" in line)
+    assert told.startswith(said)
+    train(tmp_path / "stopped", config, hooks=[StopAt(1)])
+    assert "near chance" not in capsys.readouterr().err  # it has not ended
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "said"),
+    [
+        ({"warmup_epochs": 1}, 4, "1 epoch 0 of the 4 steps (optim.warmup_epochs)"),
+        ({"warmup_epochs": 1.5}, 5, "1.5 epochs 0 of the 5 steps (optim.warmup_epochs)"),
+        ({"warmup_steps": 5}, 5, "5 steps 0 of the 5 steps (optim.warmup_steps)"),
+        ({"warmup_steps": 4}, 5, None),
+        ({"warmup_epochs": 1}, 6, None),
+    ],
+)  # fmt: skip
+def test_a_warm_up_is_named_as_it_was_asked_for(
+    changes: dict[str, int], steps: int, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(TRAIN, epochs=None, max_steps=steps)
+    train(tmp_path / "run", config, dataclasses.replace(OPTIM, **changes))
+    told = [line for line in capsys.readouterr().err.splitlines() if "warm-up" in line]
+    assert len(told) == (said is not None)
+    if said is not None:
+        length, _, rest = said.partition(" 0 ")
+        assert told[0].endswith(f"the warm-up of {length} is longer than the run, and is shortened to 0 {rest}")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.1, None), (9.0, "2:42"), (60.0, "19:00")])

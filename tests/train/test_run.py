@@ -11,19 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from image_files import write
 
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
 from situs.data.loader import Loader
 from situs.errors import SitusError
+from situs.folder_lock import lock_folder
 from situs.models import open_model
 from situs.models.data import open_several
 from situs.models.start import starting
 from situs.progress import notes_to
-from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, resolve_config
+from situs.train.assemble import (
+    RunConfig,
+    Setup,
+    describe,
+    described_set,
+    make_eval_loader,
+    make_method,
+    make_training_loader,
+    resolve_config,
+)
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
 from situs.train.run import is_run, load_run, train_run
+from situs.train.tuning import freeze
 
 BASE: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -95,6 +107,60 @@ def test_one_line_says_what_is_trained_where() -> None:
     one = describe(config(), method, Ranks(0, 1, torch.device("cpu")))
     assert one == f"mp3 on vit_tiny_patch16_224: 4 x 4 patches, {count / 1e6:.1f} M trained parameters, fp32, cpu"
     assert describe(config(), method, Ranks(1, 4, torch.device("cpu"))).endswith(", fp32, 4 x cpu")
+
+
+def test_a_line_says_of_few_weights_how_many_and_of_a_part_of_them_which() -> None:
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    method = make_method(config(method={"name": "supervised"}), ("a", "b", "c"))
+    weights = dict(method.named_parameters())
+    count = sum(weight.numel() for weight in weights.values())
+    assert f": 4 x 4 patches, {count:,} trained parameters, fp32, cpu" in describe(config(), method, ranks)
+    tuned = config(method={"name": "supervised"}, tuning={"parts": "head"}, init="w.pt")
+    freeze(method, tuned.tuning, new_positions=False)
+    held = weights["backbone.model.head.weight"].numel() + 3
+    said = f"{held / 1e6:.3g} M of {count / 1e6:.3g} M parameters trained (the classifier), fp32, cpu"
+    assert describe(tuned, method, ranks).endswith(f"patches, {said}")
+    with_mp3 = config(method={"name": "supervised"}, added=["mp3:weight=0.25"])
+    assert describe(with_mp3, method, ranks).startswith("supervised + 0.25 mp3 on ")
+    pixels = config(method={"name": "supervised"}, backbone={"name": "resnet18", "patch_size": None, "model_args": {}})
+    pixels = replace(pixels, backbone=BackboneConfig("test_resnet"))
+    assert describe(pixels, make_method(pixels, ("a",)), ranks).startswith("supervised on test_resnet: 0.")
+
+
+@pytest.mark.parametrize(("count", "batch", "share"), [(40, None, None), (40, 8, 0.5), (400, None, 0.0)])
+def test_what_was_chosen_by_default_is_told(count: int, batch: int | None, share: float | None, tmp_path: Path) -> None:
+    for number in range(count):
+        write(tmp_path / "ab"[number % 2] / f"{number}.png")
+    fields = {"path": str(tmp_path), "img_size": 5, "channels": 3, "batch": batch, "held_out": share, "workers": 0}
+    asked = from_dict(RunConfig, {"method": {"name": "supervised"}, "data": fields})
+    resolved = resolve_config(asked)
+    loader = make_training_loader(resolved, Ranks(0, 1, torch.device("cpu")))
+    held = count - len(loader.source)
+    lines = [*described_set(asked, resolved, loader)]
+    wanted = [loader.describe()]
+    if share is None:
+        assert 0 < held < count / 2
+        wanted.append(
+            f"{tmp_path.name}: has no split for evaluation, so {held} of its {count} images are held out and never "
+            "trained on (data.held_out sets the ratio; 0 trains on all)"
+        )
+    if batch is None:
+        updates = (count - held) // loader.global_batch
+        wanted.append(
+            f"batch {loader.global_batch}, because the set is small: {updates} updates per epoch (data.batch)"
+        )
+    assert lines == wanted and (held == 0) == (share == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "asked", "world", "size"),
+    [(16, None, 1, 16), (5000, None, 1, 1024), (16, 10, 3, 9), (None, None, 3, 255)],
+)
+def test_what_is_judged_is_judged_in_batches_that_the_ranks_share(
+    batch: int | None, asked: int | None, world: int, size: int
+) -> None:
+    loader = make_eval_loader(config(data={"batch": batch}), batch=asked, rank=0, world=world)
+    assert loader.global_batch == size and loader.source.name == "samples (test)"
 
 
 def test_labels_are_asked_for_where_they_are_needed() -> None:
@@ -304,6 +370,23 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
     assert [name for name in whole if not torch.equal(cut[name], whole[name])] == []
     assert not torch.equal(whole["position_head.weight"], weights(mp3)["position_head.weight"])
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["train"]["max_steps"] == 5
+
+
+def test_a_resumed_run_is_held_from_its_assembly_on(mp3: Path, tmp_path: Path) -> None:
+    """Or a second process would read a set, and a model, for nothing."""
+    run, refused = tmp_path / "run", list[str]()
+    shutil.copytree(mp3, run)
+
+    def hooks(*_: Any) -> tuple[()]:
+        with pytest.raises(SitusError) as caught, lock_folder(run):
+            pass
+        refused.append(str(caught.value))
+        return ()
+
+    train_run(config(), Setup(hooks=hooks), resume=run, device="cpu", quiet=True)
+    assert len(refused) == 1 and "is using this folder" in refused[0]
+    with lock_folder(run):
+        pass
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:

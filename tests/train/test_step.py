@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,6 +71,26 @@ def test_an_update_is_adamw_by_hand() -> None:
         optimizer.step()
     for p, q in zip(method.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_step_does_not_use_is_neither_moved_nor_decayed(accumulate: int) -> None:
+    """Nor by the moments of the steps that have used it."""
+    method, used = toy(), [True]
+    forward = method.forward
+
+    def sometimes(batch, draws):
+        output = forward(batch, draws)
+        return output._replace(loss=output.loss + method.spare.square().sum()) if used[0] else output
+
+    method.forward = sometimes  # type: ignore[method-assign]
+    stepper = Stepper(method, OPTIM, seed=0, precision="fp32", accumulate=accumulate, parallel="ddp", compiled=False)
+    kept = []
+    for step, batch in enumerate(ToyLoader(count=32).iterate(0, 0)):
+        used[0] = step in (0, 2)
+        stepper.update(batch, When(step=step), 1e-2, ragged=False)
+        kept.append(method.spare.detach().clone())
+    assert [torch.equal(now, before) for before, now in pairwise(kept)] == [True, False, True]
 
 
 def test_in_fp16_the_scale_follows_the_overflows() -> None:

@@ -158,7 +158,7 @@ def encode_moved(
     hidden: Tensor | None = None,
     index: Tensor | None = None,
     *,
-    positions: bool = True,
+    positions: bool,
     vector: Tensor | None = None,
 ) -> Features:
     """`Method.encode` of a backbone. positions: whether its own are used. vector: [D] for hidden positions."""

@@ -404,6 +404,7 @@ class _Loop:
             "peak_rate": self.peak, "world": distributed.world(),
             "seconds": self.before + time.perf_counter() - self.began,
             "machine": machine(stepper.device, stepper.precision),
+            # images: earlier versions read it.
             "log": {"names": stepper.names, "steps": self.window.steps, "images": self.samples},
             "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }  # fmt: skip
@@ -440,7 +441,7 @@ class _Loop:
             distributed.place(
                 self.window.sums, checkpoint.tensors("log")["sums"] if self.run.writer and checkpoint else None
             )
-            self.window.steps, self.samples = log["steps"], log["images"]
+            self.window.steps = log["steps"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         note(f"resumed after step {self.step} of {self.total}")

@@ -256,6 +256,17 @@ def test_the_exported_rectangle_loads_in_transformers(tmp_path):
     assert create_backbone(tmp_path).grid == (3, 6)
 
 
+@pytest.mark.parametrize("name", [*IMAGES, *BODIES])
+def test_the_parts_of_a_block_say_of_heads_and_rotation_what_the_model_does(name):
+    b = make(name)
+    config, attentions = b.model.base_model.config, [part.attention for part in b.parts()]
+    heads = config.num_attention_heads
+    assert {a.heads for a in attentions} == {heads}
+    assert {a.shared for a in attentions} == {heads // (getattr(config, "num_key_value_heads", None) or heads)}
+    assert {a.rotary for a in attentions} == {b.positions().rotary is not None}
+    assert {a.by_head for a in attentions} == {name.startswith("neox")}
+
+
 # --- padding -------------------------------------------------------------------------------------------
 
 

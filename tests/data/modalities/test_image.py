@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +14,11 @@ from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import WorkerStream
-from situs.data.modalities.image import ImagePipeline, centre_crop, random_cuts
+from situs.data.modalities.image import ImagePipeline, centre_crop, random_cuts, resident_size
 from situs.data.open import open_source
 from situs.data.resize import resized
 from situs.data.sampler import BatchPlan, draw_ids
-from situs.data.sources.base import TensorSource
+from situs.data.sources.base import Source, TensorSource
 from situs.errors import BrokenSampleError, SitusError
 
 CROP = AugmentConfig()
@@ -107,3 +109,52 @@ def test_collate():
     assert pipeline.collate(0, [0], [{"image": flat}]).keys() == {"image"}
     with pytest.raises(SitusError, match="images of 1 and 3 channels cannot be in one batch"):
         pipeline.collate(0, [0, 1], [{"image": deep}, {"image": deep[:1]}])
+
+
+class Sized(Source):
+    """Images of these sizes, of which None is broken."""
+
+    def __init__(self, sizes: list[tuple[int, int] | None]) -> None:
+        super().__init__("sized", None, 3, strict=False)
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def read(self, index: int) -> dict[str, Any]:
+        if (size := self.sizes[index]) is None:
+            raise BrokenSampleError("torn")
+        return {"image": torch.zeros(3, *size, dtype=torch.uint8)}
+
+
+ALIKE: list[tuple[int, int] | None] = [(16, 24)] * 5
+BYTES = 5 * 3 * 16 * 24
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "held"),
+    [
+        (ALIKE, {}, (16, 24)),
+        (ALIKE, {"resident": "never"}, None),
+        (ALIKE, {"resident_gib": BYTES / 2**30}, (16, 24)),
+        (ALIKE, {"resident_gib": (BYTES - 1) / 2**30}, None),
+        ([None, *ALIKE], {}, (16, 24)),
+        ([*ALIKE, (16, 25)], {}, None),
+        ([*ALIKE, (16, 25)], {"resident": "always"}, (16, 24)),  # eight sevenths of the model's
+        (ALIKE, {"img_size": (8, 12)}, (16, 24)),  # twice the model's
+        (ALIKE, {"img_size": (7, 12)}, None),
+        (ALIKE, {"img_size": (8, 11)}, None),
+        (ALIKE, {"img_size": (7, 11), "resident": "always"}, (16, 24)),
+        (ALIKE, {"img_size": (2, 3), "resident": "always"}, (16, 24)),  # eight times the model's
+        ([(17, 24)] * 5, {"img_size": (2, 3), "resident": "always"}, (2, 3)),
+        (ALIKE, {"img_size": (1, 14), "resident": "always"}, (1, 16)),
+        (ALIKE, {"img_size": (14, 2), "resident": "always"}, (16, 2)),
+        ([(9, 9)] * 31 + [(9, 10)] + [(9, 9)] * 15, {}, (9, 9)),  # every second of so many is looked at
+        ([(9, 9)] * 30 + [(9, 10)] + [(9, 9)] * 16, {}, None),
+    ],
+)  # fmt: skip
+def test_images_are_held_at_their_own_size_or_a_little_larger_than_the_models(
+    sizes: list[tuple[int, int] | None], asked: dict[str, Any], held: tuple[int, int] | None
+) -> None:
+    config = DataConfig(**{"img_size": (14, 21), "channels": 3, **asked})
+    assert resident_size(Sized(sizes), config) == held

@@ -182,3 +182,18 @@ def test_a_set_that_is_held_gives_the_batches_of_one_that_is_streamed(tmp_path: 
     held = loader(tmp_path, AUGMENT, resident="always")
     assert held.plan.n == 8 and [*held.source.skipped] == [4]
     assert 4 not in torch.cat([batch.ids for batch in held.iterate(0)])
+
+
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (0.8, 2.5), (1.5, 2.5), (2.0, 2.0)])
+def test_an_image_is_kept_as_large_as_its_crops_need_and_a_row_takes_so_much(
+    scales: tuple[float, float], tmp_path: Path
+) -> None:
+    """Midway between the narrowest and the widest crop, and never larger than its file."""
+    write_ade(tmp_path, {"training": 3})
+    config = DataConfig(str(tmp_path), target="mask", img_size=8, batch=3, workers=0, masks=MaskConfig(1, (0,)))
+    pipeline = make_loader(config, AugmentConfig(crop="scaled", scales=scales)).pipeline
+    values = pipeline.read(0, [0, 1, 2]).values
+    side = 8 * max(1.0, (scales[0] * scales[1]) ** 0.5)
+    assert [abs(min(sides) - side) <= 0.5 for sides in values["sides"].tolist()] == [True] * 3
+    held = sum(values[name].nbytes for name in ("image", "mask")) / 3
+    assert held / 1.5 < pipeline.row_bytes < 1.5 * held

@@ -207,3 +207,26 @@ def test_masks_whose_numbers_start_at_1(tmp_path: Path) -> None:
     )  # where it is said
     Image.fromarray(inside).save(tmp_path / "train" / "masks" / "1.png")
     assert open_source(tmp_path, channels=3, target="mask", masks=MaskConfig()).classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers", "classes", "said"),
+    [
+        (MaskConfig(), (1, 2, 3), "123", "1 to 3"),
+        (MaskConfig(2, (4,)), (2, 4, 5), "235", "2 to 5"),
+        (MaskConfig(3), (6,), "3456", "3 to 6"),
+        (MaskConfig(0), (1, 3), "0123", None),
+    ],
+)
+def test_classes_without_names_are_the_numbers_up_to_the_largest(
+    config: MaskConfig, numbers: tuple[int, ...], classes: str, said: str | None, tmp_path: Path
+) -> None:
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    for number, value in enumerate(numbers):
+        Image.fromarray(disc(8, 8, 0)[0]).save(tmp_path / "images" / f"{number}.png")
+        Image.fromarray(np.full((8, 8), value, np.uint8)).save(tmp_path / "masks" / f"{number}.png")
+    source = open_source(tmp_path, target="mask", masks=config)
+    assert source.classes == tuple(classes)
+    told = [note.partition("its classes are the numbers ")[2] for note in source.notes]
+    assert told == ([] if said is None else [f"{said} of its masks"])

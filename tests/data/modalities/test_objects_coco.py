@@ -243,6 +243,19 @@ def test_boxes_and_polygons_are_cut_at_the_border_and_sizes_are_held_to_the_file
     assert bool(mask[:20, :20].all()) and int(mask.sum()) == 400
 
 
+def test_run_lengths_may_begin_with_the_object(tmp_path: Path) -> None:
+    """Pixels are counted down the columns, those outside of the object first, of which there may be none."""
+
+    def change(told: dict[str, Any]) -> None:
+        told["annotations"][0]["segmentation"] = {"size": [40, 60], "counts": [0, 45, 2000, 0, 3, 352]}
+
+    write_coco(tmp_path, {"train": 1}, change)
+    mask = unpack_masks(opened(tmp_path).read(0)["masks"], torch.tensor([0]))[0]
+    inside = torch.zeros(2400, dtype=torch.bool)
+    inside[:45] = inside[2048:] = True
+    assert torch.equal(mask, inside.view(60, 40).T)
+
+
 def test_annotations_are_of_the_photograph_turned_upright(tmp_path: Path) -> None:
     write_coco(tmp_path, {"train": 2})
     exif = Image.Exif()

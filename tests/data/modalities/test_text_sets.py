@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +17,9 @@ from tiny_texts import WORDS, write_folder
 
 from situs.data.modalities.text import BlockSource, TextSource
 from situs.data.open import kind_of, open_source, splits_at
+from situs.data.sources.base import Wanted
 from situs.data.text import TextConfig
-from situs.data.tokeniser import Tokeniser
+from situs.data.tokeniser import Ids, Tokeniser
 from situs.errors import BrokenSampleError, SitusError
 
 transformers = pytest.importorskip("transformers")
@@ -400,3 +402,36 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
     with pytest.raises(SitusError, match=r"line 2: .*half a character"):
         read(tmp_path / "set.jsonl", tokeniser)
+
+
+class Letters:
+    """Stands for a tokeniser: a letter is an id."""
+
+    def __init__(self, end: int | None) -> None:
+        self.end = end
+
+    def encode(self, texts: list[str], *, special: bool) -> Ids:
+        assert not special
+        flat = np.array([ord(letter) for text in texts for letter in text], np.int16)
+        return Ids(flat, np.cumsum([len(text) for text in texts], dtype=np.int64), 0)
+
+
+@pytest.mark.parametrize("end", [None, 0])
+@pytest.mark.parametrize("longest", [2, 3, 4, 7, 8, 9, 100])
+@pytest.mark.parametrize("texts", [["abcdefgh"], ["abc", " ", "de", ""], ["ab"], ["a", "b", "c"]])
+def test_blocks_hold_every_id_that_has_a_word_before_or_after_it(texts: list[str], longest: int, end: Any) -> None:
+    source = BlockSource("set", texts, Letters(end), TextConfig(longest=longest), Wanted())  # pyright: ignore[reportArgumentType]
+    flat = [each for text in texts if text.strip() for each in [*map(ord, text), *([] if end is None else [end])]]
+    blocks = [flat[start : start + longest] for start in range(0, len(flat), longest)]
+    blocks = [block for block in blocks if len(block) > 1]
+    assert [source.read(index)["ids"].tolist() for index in range(len(source))] == blocks
+    assert [source.length(index) for index in range(len(source))] == [len(block) for block in blocks]
+    ids, many = sum(map(len, blocks)), "blocks" if len(blocks) > 1 else "block"
+    assert source.notes == [f"set: {ids} ids in {len(blocks)} {many} of {longest}"]
+
+
+def test_too_few_words_make_no_block() -> None:
+    for texts, words in ((["a"], "1 word"), ([" "], "0 words")):
+        with pytest.raises(SitusError, match=f"set: has {words}; a language model needs at least two"):
+            BlockSource("set", texts, Letters(None), TextConfig(), Wanted())  # pyright: ignore[reportArgumentType]
+    assert len(BlockSource("set", ["a"], Letters(0), TextConfig(), Wanted())) == 1  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from PIL import Image, features
 
 from situs.data.resize import centre_fit
 from situs.data.sources import images
-from situs.data.sources.images import decode, decode_numbers, from_pillow, to_channels
+from situs.data.sources.images import decode, decode_numbers, from_array, from_pillow, to_channels
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
@@ -306,3 +306,50 @@ def test_centre_fit_covers_and_cuts_the_middle():
     assert centre_fit(torch.zeros(3, 50, 31, dtype=torch.uint8), 20, 24).shape == (3, 20, 24)
     same = torch.rand(3, 4, 4)
     assert centre_fit(same, 4, 4) is same
+
+
+@pytest.mark.parametrize("reduce", [1, 2, 4, 8])
+def test_a_jpeg_alone_is_read_at_a_part_of_its_sides(reduce: int) -> None:
+    """Each pixel is about the mean of those that it stands for; sides are rounded up."""
+    ramp = np.add.outer(np.arange(61), np.arange(91))[..., None] + np.array([0, 30, 60])
+    plain = ramp.astype(np.uint8)
+    found = decode(encoded(plain, "JPEG", quality=95), "x", reduce=reduce)
+    height, width = -(-61 // reduce), -(-91 // reduce)
+    assert found.shape == (3, height, width)
+    whole = chw(plain).float()[:, : 61 // reduce * reduce, : 91 // reduce * reduce]
+    wanted = torch.nn.functional.avg_pool2d(whole, reduce)
+    assert (found[:, : 61 // reduce, : 91 // reduce] - wanted).abs().max() < 5
+    assert torch.equal(decode(encoded(plain), "x", reduce=reduce), chw(plain))
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("channels", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_array_is_an_image_whichever_of_its_ends_is_the_channels(many: bool, channels: int, last: bool) -> None:
+    """channels: 0 for none. The image itself is told apart by its values, one image after the other."""
+    wanted = torch.arange(3 * max(channels, 1) * 5 * 7).view(3, max(channels, 1), 5, 7).to(torch.uint8)
+    given = wanted[:, 0] if not channels else wanted.movedim(1, 3) if last else wanted
+    for array in (given, given.numpy(), given.numpy().astype(">u2"), (given / 255).double()):
+        scale = 255 if "float" in str(array.dtype) else 1
+        scale, exact = (65535, False) if str(array.dtype) == ">u2" else (scale, scale == 1)
+        found = from_array(array, "x", many=True) if many else from_array(array[1], "x")
+        expected = wanted if many else wanted[1]
+        assert found.shape == expected.shape and found.dtype == (torch.uint8 if exact else torch.float32)
+        torch.testing.assert_close(found.double() * (1 if exact else scale), expected.double(), rtol=0, atol=2e-3)
+
+
+def test_an_array_that_is_only_read_stays_as_it_is_and_an_odd_one_is_a_sentence() -> None:
+    fixed = np.arange(35, dtype=np.uint8).reshape(5, 7)
+    fixed.flags.writeable = False
+    assert torch.equal(from_array(fixed[::-1, ::2], "x")[0], torch.from_numpy(fixed[::-1, ::2].copy()))
+    assert from_array(fixed, "x", 3).shape == (3, 5, 7)  # as a model takes it
+    for array, said in (
+        (np.zeros((5, 7), dtype=bool), "x: is an array of bool; pixels must be"),
+        (torch.zeros(5, 7, dtype=torch.int64), "x: has pixels of int64; pixels must be"),
+        (np.zeros((2, 3, 5, 7), np.uint8), r"x: has the shape \[2, 3, 5, 7\]; an image must be"),
+        (np.zeros((0, 7), np.uint8), r"x: has the shape \[0, 7\]; an image must be"),
+        (np.full((5, 7), 1.5), "x: its pixels must be between 0 and 1, not from 1.5 to 1.5; pass "),
+    ):
+        with pytest.raises(BrokenSampleError, match=said) as caught:
+            from_array(array, "x")
+        assert caught.value.field == "data"

@@ -72,6 +72,32 @@ def test_what_a_crash_left_half_written_is_swept_away(run: RunFolder) -> None:
         assert [p.name for p in again.checkpoints.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.parametrize(("late", "waited"), [(0, 0), (3, 3), (29, 29), (30, None)])
+def test_a_folder_that_a_rank_sees_late_is_waited_for(
+    run: RunFolder, late: int, waited: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    config, hidden = run.path / "config.json", run.path / "hidden"
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == late:
+            hidden.rename(config)
+
+    if late:
+        config.rename(hidden)
+    monkeypatch.setattr("situs.train.checkpoint.folder.time.sleep", sleep)
+    if waited is None:
+        with pytest.raises(
+            SitusError, match="rank 0 cannot access this folder, but with parallel=fsdp every "
+        ) as caught:
+            run.check_shared(torch.device("cpu"))
+        assert caught.value.fields == ("train.parallel", "out")
+    else:
+        run.check_shared(torch.device("cpu"))
+    assert slept == [1] * (30 if waited is None else waited)
+
+
 # --- every file is covered by a hash ------------------------------------------------------------------------
 
 
