@@ -44,7 +44,6 @@ def test_tests_mirror_the_source() -> None:
 COVERED = {
     "situs.cli.demo.findings": "test_run",
     "situs.cli.demo.stage": "test_run",
-    "situs.cli.parser.helptext": "test_main",
     "situs.core.components": "test_mjp_dal",
     "situs.core.when": "test_droppos",
     "situs.methods.official": "test_mjp",
