@@ -75,7 +75,6 @@ COVERED = {
     "situs.methods": "test_registry",
     "situs.methods.heads": "test_mp3",
     "situs.models.module": "test_open",
-    "situs.pages.default": "test_init",
     "situs.pages.remedies": "test_init",
     "situs.pages.settings": "test_init",
     "situs.split.blocks": "test_client",

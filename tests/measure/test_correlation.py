@@ -205,3 +205,8 @@ def test_large_maps_stay_out_of_the_json(count: int, kept: bool) -> None:
 def test_neighbours_are_one_apart_and_not_across_a_corner() -> None:
     within = torch.tensor([[1.0, 0.1, 0.2, 0.9], [0.1, 1.0, 0.9, 0.4], [0.2, 0.9, 1.0, 0.5], [0.9, 0.4, 0.5, 1.0]])
     assert Correlation((2, 2), within.double(), within.double(), 2).means["within_near"] == pytest.approx(0.3)
+
+
+def test_two_images_are_enough(backbone: Backbone) -> None:
+    found = correlate(backbone, batches(2, (2,)))["norm"]
+    assert found.images == 2 and torch.isfinite(found.across).all()
