@@ -78,8 +78,6 @@ COVERED = {
     "situs.pages.remedies": "test_init",
     "situs.pages.settings": "test_init",
     "situs.split.blocks": "test_client",
-    "situs.split.session": "test_client",
-    "situs.split.parts": "test_client",
     "situs.split.serving": "test_run",
     "situs.split.whole": "test_run",
     "situs.studies": "test_plan_load",
