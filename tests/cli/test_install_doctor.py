@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from situs.cli import install as doctor
 from situs.cli.main import main
@@ -187,3 +188,18 @@ def test_a_package_that_is_not_installed_is_told_as_a_folder(monkeypatch: pytest
     python, situs_ = doctor.packages()
     assert (python.state, situs_.state, situs_.advice) == ("ok", "broken", "pip install -e .")
     assert [*doctor.extras()] == [] and doctor.needs() == []
+
+
+def test_what_a_package_complains_of_while_it_loads_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "import_module", lambda name: warnings.warn(f"{name} is old", stacklevel=1))
+    assert doctor.failure(Requirement("torch")) == ("", "")
+    asked: list[str] = []
+    monkeypatch.setattr(doctor, "import_module", asked.append)
+    assert doctor.failure(Requirement("torch")) == doctor.failure(Requirement("numpy")) == ("", "")
+    assert asked == ["torch"]  # only compiled packages of which builds may not fit are loaded
+    release = version("numpy")
+    assert doctor.failure(Requirement(f"numpy>{release}")) == (
+        f"{release}, not >{release}",
+        f"pip install 'numpy>{release}'",
+    )
+    assert doctor.failure(Requirement("nosuch")) == ("not installed", "pip install 'nosuch'")

@@ -12,6 +12,7 @@ import pytest
 from situs.cli import model_args
 from situs.cli.model_args import (
     ImageArgs,
+    ModelArgs,
     NamedArgs,
     check_folder,
     open_from,
@@ -153,3 +154,13 @@ def test_a_studys_folder_keeps_its_settings(tmp_path: Path) -> None:
     check_folder(tmp_path, "gradients")
     with pytest.raises(SitusError, match=r"which has its own settings\.json"):
         check_folder(tmp_path, "gradients", "settings")
+
+
+def test_a_name_without_weights_is_opened_only_where_any_will_do(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"img_size": 32, "model_args": {"depth": 1}, "device": "cpu"}
+    for args in (ImageArgs(model="test_vit", out=tmp_path, **shape), ModelArgs(model="test_vit", **shape)):
+        for refused in (open_from, lambda args: open_named("test_vit", args)):
+            with pytest.raises(SitusError, match="weights"):
+                refused(args)
+        assert open_from(args, any_weights=True).backbone.num_tokens == 4
+        assert open_named("test_vit", args, any_weights=True).backbone.num_tokens == 4

@@ -12,7 +12,7 @@ import torch
 
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.equivariance import findings as made
-from situs.locks.equivariance.experiment import Part, merged
+from situs.locks.equivariance.experiment import Experiment, Part, merged
 from situs.locks.equivariance.findings import COVER
 
 ROW = Finding("blocks", "row", "holds", "", {"forward": 1e-15, "backward": 3e-14, "steps": 2e-13}, {"forward": 1e-6})
@@ -168,3 +168,14 @@ def test_the_verdict_on_a_module(column: float | None, keyed: bool, moves: bool,
 )
 def test_the_tolerance_is_that_of_the_models_dtype(dtype: torch.dtype, own: float) -> None:
     assert made._tolerances(dtype) == (1e-10, own)
+
+
+def test_padding_is_compared_only_where_prefix_tokens_leave_no_mask_of_it() -> None:
+    experiment = object.__new__(Experiment)
+    one = torch.tensor([[[1.0], [2.0]], [[4.0], [8.0]]])
+    other = one.clone()
+    other[0, 1] = 5.0  # beyond the end of the first text
+    mask = torch.tensor([[True, False], [True, True]])
+    for given, prefix, error in ((mask, 0, 0.0), (None, 0, 3 / 8), (mask, 1, 3 / 8)):
+        experiment.sample, experiment.backbone = SimpleNamespace(mask=given), SimpleNamespace(num_prefix=prefix)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+        assert experiment._error(one, other) == error
