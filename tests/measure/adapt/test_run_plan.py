@@ -14,6 +14,7 @@ from torch import Tensor
 
 from situs.data.config import DataConfig
 from situs.measure.adapt import run as runs
+from situs.measure.adapt.bench import SCALES
 from situs.measure.adapt.run import FROZEN, Plan, Search, affordable, neighbours_better, plan_of, seconds_of
 from situs.measure.adapt.ways import Initial, TriedWay, Way, balanced, folds_of
 
@@ -282,3 +283,15 @@ def test_without_a_probe_a_head_starts_from_the_second_largest_decay() -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (99.4, "99 s"), (100.0, "2 min"), (3000.0, "50 min")])
 def test_seconds_in_words(seconds: float, words: str) -> None:
     assert runs._clock(seconds) == words
+
+
+def test_with_one_label_a_class_the_scale_is_one_that_folds_would_choose_among(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search, said = a_search(Clock(monkeypatch), 60.0)
+    search.bench.labels = torch.arange(40)
+    search.banks = {Initial("", "m"): torch.zeros(40, 2)}
+    (remark,) = search.run(0.01)
+    (only,) = search.tried
+    assert only.way == "class means" and only.setting in SCALES and only.right.isnan().all() and len(only.right) == 40
+    assert remark.startswith("Most classes have only one labelled sample") and said == []
