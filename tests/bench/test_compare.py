@@ -108,3 +108,38 @@ def test_files_have_short_names(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table(row(1, 2, 3)).to_json()))
     assert compare_steps(*paths).names == names
+
+
+def test_the_sentence_counts_the_verdicts_and_the_page_shows_the_first_pairs() -> None:
+    times = [(10, 11, 12), (1, 2, 3), (10, 11, 12), (10, 11, 12), (4, 5), (10, 11, 12)]
+    after = [(8, 9, 9.5), (7, 8, 9), (10, 11, 12), (5, 6, 7), (4, 5), (5, 5.5, 6)]
+    one, two = (table(*(row(*ms, batch=at + 1) for at, ms in enumerate(each))) for each in (times, after))
+    found = compare_steps(one, two)
+    said = found.summary()
+    assert said.sentence.startswith("after against before, 6 cases: 3 faster, 1 slower, 1 same, 1 undecided. A case")
+    assert said.numbers == (("0.82 ×", "time of a step, mp3"),)
+    assert [note for note in said.notes if "fewer than 3 repeats" in note]
+    assert [figure.values[0] for figure in found.figures()] == [
+        pytest.approx({"before": b, "after": a}) for b, a in ((11, 9), (2, 8), (11, 11), (11, 6))
+    ]
+    assert found.title == "Steps of before and after"
+
+
+def test_other_differences_stand_first_and_differences_of_software_are_told_apart() -> None:
+    one, two = table(row(1, 1, 1)), table(row(2, 2, 2), torch="2.14")
+    said = compare_steps(one, two).summary()
+    assert [list(each) for each in said.tables[0].rows] == [["machine: torch", "2.11", "2.14"]]
+    assert said.notes == ("The two tables differ in more than the code: see the table of other differences.",)
+    for name in ("cores", "threads"):
+        assert f"different machines ({name})" in compare_steps(one, table(row(2, 2, 2), **{name: 4})).summary().notes[0]
+    listed = compare_steps(one, table(row(2, 2, 2), extra=[1, 2], cores=None)).summary().tables[0]
+    assert [list(each) for each in listed.rows] == [["machine: cores", 16, None], ["machine: extra", None, "[1, 2]"]]
+
+
+def test_what_both_tables_have_twice_is_compared_only_where_it_is_alike() -> None:
+    """Two rows of the same work on one side, one on the other that is neither of them."""
+    twice = table(row(1, 1, 1, precision="fp32"), row(2, 2, 2, precision="bf16"))
+    with pytest.raises(SitusError, match="no case in common"):
+        compare_steps(table(row(1, 1, 1, precision="fp16")), twice)
+    found = compare_steps(table(row(4, 4, 4, precision="fp16")), table(row(1, 1, 1, precision="fp32")))
+    assert found.pairs[0].ratio == 0.25 and found.differs == {"cases: precision": ("fp16", "fp32")}

@@ -109,3 +109,80 @@ def test_a_machine_is_described_by_device_and_versions() -> None:
     assert machine["kind"] == "cpu" and machine["device"].startswith("CPU, ")
     assert machine["torch"] == torch.__version__.partition("+")[0] or machine["torch"] == torch.__version__
     assert machine["cuda"] is None and machine["cores"] >= 1
+
+
+def many(*shares: float, **case: Any) -> StepTable:
+    """Rows of one second each that come to these shares of the ceiling, in batches of 1, 2, 3, …"""
+    rows = tuple(
+        StepRow(StepCase(method="mp3", precision="bf16", batch=at + 1, **case), Times((1.0,), 9.0), int(share * 1e12))
+        for at, share in enumerate(shares)
+    )
+    return StepTable(rows, {"bf16": 1e12, "fp32": 2.5e12}, {**MACHINE, "kind": "cpu"}, Timing(repeats=1, steps=7))
+
+
+def test_the_sentence_names_the_ceilings_and_who_comes_closest() -> None:
+    found = many(0.25, 0.5, 0.125)
+    said = found.summary().sentence
+    assert said.startswith(
+        "3 cases. The ceiling, the rate of large matrix products on this machine, is bf16 1, fp32 2.5 "
+    )
+    assert said.endswith("TFLOP/s. mp3 comes closest to this ceiling, with 50.0 %.")
+    assert many(0.25).summary().sentence.startswith("One case. ")
+    assert replace(found, ceilings={}).summary().sentence.endswith("TFLOP/s.")
+    assert found.summary().numbers == (("3", "samples per second, mp3"),)  # of the largest batch
+    assert replace(found, rows=()).summary().numbers == ()
+    assert found.heading() == "H200, torch 2.11: medians of 1 repeats of 7 steps, ± half their spread"
+    (bars,) = found.figures()
+    assert bars.values == ({f"mp3, batch {batch}": 1000.0 for batch in (1, 2, 3)}, "ms")
+
+
+@pytest.mark.parametrize(
+    ("batch", "seconds", "rate"), [(99, 1.0, "99.00"), (100, 1.0, "100"), (1, 3.0, "0.33"), (5000, 1.0, "5,000")]
+)
+def test_rates_below_a_hundred_have_digits(batch: int, seconds: float, rate: str) -> None:
+    row = StepRow(StepCase(method="mp3", precision="bf16", batch=batch), Times((seconds,), 1.0), 10**9)
+    [table] = StepTable((row,), {}, MACHINE, Timing()).summary().tables
+    assert dict(zip(table.header, table.rows[0], strict=True))["img/s"] == rate
+    assert dict(zip(table.header, table.rows[0], strict=True))["of ceiling"] is None
+
+
+def test_what_each_case_said_stands_in_the_notes() -> None:
+    row = StepRow(StepCase(method="mp3", batch=4), Times((1.0,), 1.0), 1, ("one", "two"))
+    found = StepTable((row,), {}, MACHINE, Timing())
+    assert found.summary().notes == ("mp3, batch 4: one", "mp3, batch 4: two", "Busy share: not measured.")
+
+
+def test_long_names_of_kernels_and_long_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KERNELS._replace(top={"k" * 91: 1.0}, kinds={"matmul": 6.0}, counts={}, launches=1234.0)
+    row = replace(table(0.010).rows[0], times=Times((0.01,), 1.0, 1.5, kernels))
+    unprofiled = replace(row, times=Times((0.01,), 1.0, 1.5))
+    shown, _ = replace(table(0.010), rows=(unprofiled, row), profile=True).summary().tables
+    assert [list(each) for each in shown.rows] == [
+        ["matmul", "6.000", None], ["  " + "k" * 90, "1.000", None], ["union", "7.500", "1,234"],
+    ]  # fmt: skip
+    told = []
+    for error in (RuntimeError("x" * 301), SitusError("y" * 301), ValueError()):
+
+        def fail(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(step, "measure_case", fail)
+        told.append(bench_step(["mp3"], device="cpu").failed[0][1])
+    assert told == ["RuntimeError: " + "x" * 300, "y" * 301, "ValueError: ValueError"]
+
+
+def test_the_ceiling_is_measured_once_for_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def measure(case: StepCase, *_: Any) -> StepRow:
+        return StepRow(replace(case, precision=case.precision or "fp32"), Times((0.5,), 1.0), 10**9)
+
+    monkeypatch.setattr(step, "measure_case", measure)
+    monkeypatch.setattr(
+        step, "measure_ceiling", lambda _, precision, seconds: asked.append((precision, seconds)) or 1e10
+    )
+    found = bench_step(["mp3", "mae", "mjp:precision=bf16"], device="cpu")
+    assert asked == [("fp32", 0.2), ("bf16", 0.2)] and found.ceilings == {"fp32": 1e10, "bf16": 1e10}
+    rows = step.measure_in_turn([StepCase()], Timing(), torch.device("cuda"), {})
+    assert [row.case.method for _, row in rows if isinstance(row, StepRow)] == ["supervised"]
+    assert asked[2:] == [("fp32", 1.0)]  # a GPU needs longer

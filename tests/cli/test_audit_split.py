@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from situs.audit.split.attackers import attack
+from situs.audit.split.text import COUNT
 from situs.cli.main import main
 
 QUICK = ["--split", "train", "--count", "4", "--public", "20", "--attacks", "order,linkage,labels"]
@@ -80,3 +82,30 @@ def test_mistakes_are_said(trained: Any, words: list[str], said: str, capsys: py
 def test_a_run_without_positions_has_no_places_to_find(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "split", str(trained.mp3)]) == 2
     assert "was trained without positions" in capsys.readouterr().err
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """What the audit of texts is asked for by these flags."""
+    asked: dict[str, Any] = {}
+
+    def audited(model: Any, texts: Any, **options: Any) -> Any:
+        asked.update(options, model=model, texts=texts)
+        return SimpleNamespace(without_pictures=lambda: "bare")
+
+    monkeypatch.setattr("situs.cli.audit.audit_prompts", audited)
+    monkeypatch.setattr("situs.cli.audit.present", lambda result, out: asked.update(shown=result == "bare", out=out))
+    assert main(["audit", "split", "gpt2", "--data", "texts.txt", *words]) == 0
+    return asked
+
+
+def test_texts_have_defaults_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = told(monkeypatch)
+    assert (asked["model"], asked["texts"]) == ("gpt2", "texts.txt")
+    assert (asked["defences"], asked["permute"], asked["count"]) == (("none",), None, COUNT)
+    assert "device" not in asked and "base" not in asked
+    given = ["--defences", "noise=1", "--permute", "columns", "--count", "5", "--device", "cpu", "--seed", "3"]
+    asked = told(monkeypatch, *given, "--depth", "0,half", "--out", str(tmp_path / "new"))
+    assert (asked["defences"], asked["permute"], asked["count"]) == (("noise=1",), ("columns",), 5)
+    assert (asked["device"], asked["seed"], asked["depth"]) == ("cpu", 3, ("0", "half"))
+    assert asked["out"] == tmp_path / "new" and asked["facts"]["command"].startswith("situs audit split gpt2")
+    assert told(monkeypatch, "--no-pictures")["shown"] and not told(monkeypatch, "--pictures")["shown"]

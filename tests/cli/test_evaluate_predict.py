@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import situs
 from situs.cli.main import main
+from situs.measure.predict import Prediction, Predictions
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
 
@@ -117,3 +119,44 @@ def test_features_of_all_splits(trained: Any, tmp_path: Path) -> None:
     assert parts["all"].labels.tolist() == [*parts["train"].labels.tolist(), *parts["val"].labels.tolist()]
     assert parts["all"].names[0] == "train/dark/0.png" and parts["all"].names[24] == "val/dark/0.png"
     assert main(["evaluate", "knn", str(trained.one), "--split", "all", "--out", str(tmp_path)]) == 2
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, names: list[str | None], classes: int = 9) -> None:
+    """Predictions of these classes, whatever the model."""
+    rows = tuple(Prediction(f"{n}.png", name, None if name is None else 0.5) for n, name in enumerate(names))
+    found = Predictions(rows, tuple(f"c{n}" for n in range(classes)))
+    monkeypatch.setattr(sys.modules["situs.measure.predict"], "predict", lambda *_, **__: found)
+    monkeypatch.setattr("situs.cli.evaluate.open_from", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "lines"),
+    [
+        (["a", "b", "a"], 9, ["3 rows with a class: a 2, b 1"]),
+        ([*"aabcde"], 9, ["6 rows with a class: a 2, b 1, c 1, d 1, e 1"]),
+        ([*"aabcdefg"], 9, ["8 rows with a class: a 2, b 1, c 1, d 1, e 1, and 2 more classes"]),
+        (["a", "a"], 9, ["2 rows with a class: a 2", "every row has the same class, a"]),
+        (["a", "a"], 1, ["2 rows with a class: a 2"]),  # there is no other
+        (["a"], 9, ["1 row with a class: a 1"]),
+        (["a", None, "b"], 9, ["2 rows with a class: a 1, b 1", "1 row has no class, 1.png"]),
+        (["a", *[None] * 3, "b"], 9, ["2 rows with a class: a 1, b 1", "3 rows have no class, 1.png, 2.png, 3.png"]),
+        (["a", *[None] * 4, "b"], 9, ["2 rows with a class: a 1, b 1", "4 rows have no class, 1.png, 2.png, 3.png, …"]),
+    ],
+)
+def test_the_classes_are_counted_and_five_named(
+    names: list[str | None], classes: int, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    counted(monkeypatch, names, classes)
+    out = tmp_path / "p.csv"
+    assert main(["predict", "m", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out.replace("because these files could not be read: ", "")
+    assert shown.splitlines() == [f"{out}: {lines[0]}", *lines[1:]]
+    assert [row[1:] for row in read(out)[1:]] == [["", ""] if name is None else [name, "0.500000"] for name in names]
+    assert main(["predict", "m", "--out", str(out), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["rows"], document["broken"]) == (
+        len(names),
+        [f"{n}.png" for n, name in enumerate(names) if not name],
+    )
+    assert document["named"] == {name: names.count(name) for name in names if name}

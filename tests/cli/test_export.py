@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,3 +83,46 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         assert printed.count("\n") == 1
         assert said in printed
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("library", "step", "error", "lines"),
+    [
+        (
+            "timm",
+            7,
+            1.25e-7,
+            [
+                "out: vit after 7 updates",
+                "The export was loaded again with timm: AGREES 1.2e-07 (relative).",
+                'Load it with timm.create_model("local-dir:out", pretrained=True).',
+            ],
+        ),
+        (
+            "transformers",
+            1,
+            0.0,
+            [
+                "out: vit after 1 update",
+                "The export was loaded again with transformers: AGREES 0.0e+00 (relative).",
+                'Load it with transformers.vit.from_pretrained("out").',
+            ],
+        ),
+        ("onnxruntime", None, None, ["out: vit"]),
+    ],
+)
+def test_how_an_export_is_loaded_is_said_for_its_library(
+    library: str, step: int | None, error: float | None, lines: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked: list[Any] = []
+    made = SimpleNamespace(architecture="vit", step=step, notes=["a note"], error=error, library=library)
+    monkeypatch.setattr("situs.models.export.export_model", lambda *given, **more: asked.append((given, more)) or made)
+    assert main(["export", "run", "--out", "out"]) == 0
+    shown = capsys.readouterr().out.replace("its outputs differ from the original model's by at most", "AGREES")
+    assert shown.splitlines() == [lines[0], "a note", *lines[1:]]
+    assert asked == [((Path("run"), Path("out")), {"form": None, "features": None, "ema": None, "force": False})]
+    assert (
+        main(["export", "run", "--out", "out", "--no-ema", "--force", "--format", "onnx", "--features", "pooled"]) == 0
+    )
+    assert asked[1][1] == {"form": "onnx", "features": "pooled", "ema": False, "force": True}

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from situs.cli import install as doctor
 from situs.cli.main import main
@@ -146,3 +147,59 @@ def test_a_driver_that_does_not_fit_torch_is_a_warning(
     (check,) = [check for check in doctor.devices() if check.name == "cuda"]
     assert (check.state, check.value) == (state, value)
     assert check.advice == ("check the driver: torch needs CUDA 12.8" if state == "warning" else "")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_apple_gpu_is_told_where_there_is_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: there)
+    found = {check.name: check for check in doctor.devices()}
+    assert ("mps" in found) == there and "torch.compile" in found
+    assert not there or (found["mps"].state, found["mps"].value) == ("ok", "Apple GPU")
+
+
+@pytest.mark.parametrize(("major", "words"), [(7, "bf16 no (use fp16)"), (8, "bf16 yes"), (9, "bf16 yes")])
+def test_bf16_comes_with_ampere(major: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="GPU", total_memory=int(15.6 * doctor.GIB), major=major)
+    for name, made in (("is_available", lambda: True), ("device_count", lambda: 1),
+                       ("get_device_properties", lambda _: properties)):  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", made)
+    found = {check.name: check for check in doctor.devices()}
+    assert found["cuda:0"].value == f"GPU, 16 GiB, {words}" and "cuda" not in found
+
+
+@pytest.mark.parametrize(
+    ("free", "shared", "disk", "memory"),
+    [(5.0, 1.0, "ok", False), (4.99, 0.99, "warning", True), (100.0, 0.0625, "ok", True)],
+)
+def test_five_gib_of_disk_and_one_of_shared_memory_are_enough(
+    free: float, shared: float, disk: str, memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SimpleNamespace(free=int(free * doctor.GIB), total=int(shared * doctor.GIB))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: sizes)
+    monkeypatch.setattr(doctor.Path, "is_dir", lambda _: True)
+    found = {check.name: check for check in doctor.machine()}
+    assert (found["disk"].state, bool(found["disk"].advice)) == (disk, disk == "warning")
+    assert ("shared memory" in found) == memory
+    assert not memory or found["shared memory"].value == f"{int(shared * doctor.GIB) / doctor.GIB:.2f} GiB"
+
+
+def test_a_package_that_is_not_installed_is_told_as_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: "")
+    python, situs_ = doctor.packages()
+    assert (python.state, situs_.state, situs_.advice) == ("ok", "broken", "pip install -e .")
+    assert [*doctor.extras()] == [] and doctor.needs() == []
+
+
+def test_what_a_package_complains_of_while_it_loads_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "import_module", lambda name: warnings.warn(f"{name} is old", stacklevel=1))
+    assert doctor.failure(Requirement("torch")) == ("", "")
+    asked: list[str] = []
+    monkeypatch.setattr(doctor, "import_module", asked.append)
+    assert doctor.failure(Requirement("torch")) == doctor.failure(Requirement("numpy")) == ("", "")
+    assert asked == ["torch"]  # only compiled packages of which builds may not fit are loaded
+    release = version("numpy")
+    assert doctor.failure(Requirement(f"numpy>{release}")) == (
+        f"{release}, not >{release}",
+        f"pip install 'numpy>{release}'",
+    )
+    assert doctor.failure(Requirement("nosuch")) == ("not installed", "pip install 'nosuch'")

@@ -196,3 +196,32 @@ def test_passphrase_asked_at_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
         assert said in capsys.readouterr().err
     assert main(["keygen", "--out", key, "--passphrase"]) == 0
     assert load_key(key, "one").id in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("withheld", [None, Path("parts.safetensors")])
+def test_how_a_locked_model_is_opened_is_said(
+    withheld: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.withheld = withheld
+
+        def __str__(self) -> str:
+            return "it is locked"
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("situs.locks.lock", lambda *given, **more: asked.update(more, given=given) or Locked())
+    assert main(["keygen", "--out", str(tmp_path / "k")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'k'}: key ") and first.endswith(
+        ", without a passphrase, readable by you alone (mode 0600)."
+    )
+    assert "without the key, the model cannot be unlocked" in second
+    words = ["lock", "m", "--key", str(tmp_path / "k"), "--out", "locked"]
+    assert main([*words, "--cover", "--withhold", "embedding,blocks=2"]) == 0
+    said, opening = capsys.readouterr().out.splitlines()
+    flag = "" if withheld is None else " --withheld parts.safetensors"
+    assert said == "it is locked"
+    assert opening == f"To unlock the model: situs unlock locked --key {tmp_path / 'k'}{flag} --out DIR"
+    assert asked["given"][0] == "m" and asked["given"][2] == Path("locked")
+    assert (asked["cover"], asked["seal"], asked["withhold"]) == (True, False, ("embedding", "blocks=2"))

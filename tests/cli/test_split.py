@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from situs.cli.main import main
+from situs.cli.split import ClientArgs
+from situs.errors import SitusError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "split"))
 from served import serving
@@ -152,3 +156,95 @@ def test_a_client_without_a_server_says_so_and_leaves_nothing(tmp_path, capsys) 
     assert "127.0.0.1:1: no answer for" in told and "nothing listens there (--server)" in told
     assert not (tmp_path / "run").exists()
     assert "the client's part" in said(capsys, "split", "infer", str(tmp_path), *where, status=2)
+
+
+class Writer:
+    """A writer that says the words that it is given, backwards, and takes a second for each text."""
+
+    def __init__(self) -> None:
+        self.count, self.now, self.opened, self.asked = 0, 0.0, [], []
+
+    @contextmanager
+    def open(self, folder, call, **options):
+        self.opened.append((folder, call, options))
+        yield self
+
+    def write(self, text, **words):
+        self.asked.append(words)
+        self.now += 1.0
+        for piece in reversed(text.split()):
+            self.count += 1
+            yield f" {piece}"
+
+
+@pytest.fixture
+def writer(monkeypatch) -> Writer:
+    made = Writer()
+    monkeypatch.setattr("situs.split.generate.open_writer", made.open)
+    monkeypatch.setattr("situs.cli.split.time.perf_counter", lambda: made.now)
+    return made
+
+
+def test_a_text_is_continued_on_the_same_line(tmp_path, writer, capsys) -> None:
+    words = ("--max-tokens", "9", "--temperature", "0.5", "--seed", "3", "--defences", "noise=1", "--device", "cpu")
+    assert main(["split", "infer", "run", "--server", "local", "--generate", "it was a sea", *words]) == 0
+    told = capsys.readouterr()
+    assert told.out == " sea a was it\n4 tokens, 4 tokens per second\n"
+    assert writer.asked == [{"max_tokens": 9, "temperature": 0.5, "seed": 3}]
+    assert writer.opened == [
+        (Path("run"), None, {"key": None, "withheld": None, "defence": "noise=1", "device": "cpu"})
+    ]
+
+
+def test_each_line_of_a_file_is_continued_behind_itself(tmp_path, writer, capsys) -> None:
+    (tmp_path / "prompts.txt").write_text("a b\nc d e\n")
+    where = ("split", "infer", "run", "--server", "local", "--prompts", str(tmp_path / "prompts.txt"))
+    assert main([*where]) == 0
+    told = capsys.readouterr()
+    assert told.out == "a b b a\nc d e e d c\n5 tokens, 2.5 tokens per second\n"
+    assert writer.asked == [{"max_tokens": 128, "temperature": 0.0, "seed": 0}] * 2
+    assert main([*where, "--generate", "x", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["texts"] == [
+        {"prompt": "x", "text": " x"}, {"prompt": "a b", "text": " b a"}, {"prompt": "c d e", "text": " e d c"},
+    ]  # fmt: skip
+    assert (document["tokens"], document["seconds"]) == (11, 3.0)  # of both calls; three texts, a second each
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--generate", "x", "--count", "3"), "count: has no effect when text is generated; leave it out (--count)"),
+        (("--generate", "x", "--data", "d"), "data: has no effect when text is generated; leave it out (--data)"),
+        (("--generate", "x", "--permute", "rows"), "permute: has no effect when text is generated"),
+        (("--defences", "noise=1"), "defence: cannot be changed, because the run keeps the defence of its training"),
+        (("--permute", "rows"), "permute: applies only with server=local"),
+    ],
+)
+def test_what_has_no_effect_on_inference_is_refused(words, said, tmp_path, capsys) -> None:
+    where = ("--server", "127.0.0.1:1", "--plaintext")
+    assert said in said_of(capsys, "split", "infer", str(tmp_path), *where, *words)
+
+
+def said_of(capsys, *words: str) -> str:
+    return said(capsys, *words, status=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        ({"plaintext": True}, ["--plaintext"]),
+        ({"tls": Path("certs")}, ["--tls", Path("certs")]),
+        ({"tls": Path("certs"), "name": "ann"}, ["--tls", Path("certs"), "--name", "ann"]),
+        ({"plaintext": True, "key": Path("k")}, ["--plaintext", "--key", Path("k")]),
+    ],
+)
+def test_the_flags_that_reach_the_same_server_again(given, again) -> None:
+    assert ClientArgs(server="host:1", **given).again() == ["--server", "host:1", *again]
+
+
+@pytest.mark.parametrize("given", [{}, {"tls": Path("x"), "plaintext": True}])
+def test_either_certificates_or_plaintext(given) -> None:
+    with pytest.raises(SitusError, match="give either a folder of certificates"):
+        ClientArgs(server="host:1", **given).credentials("client")
+    assert ClientArgs(server="host:1", plaintext=True).credentials("client") is None

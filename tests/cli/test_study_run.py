@@ -73,13 +73,15 @@ def test_a_path_that_is_there_may_hold_commas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a, b,c", "d", "a"):
+    for name in ("a, b,c", "d", "a", "one,comma"):
         (tmp_path / name).mkdir()
     for text, paths in (
         ("", {}),
         ("a, b,c", "a, b,c"),
         ("x=a, b,c", {"x": "a, b,c"}),
         ("x=a, b,c, y=d", {"x": "a, b,c", "y": "d"}),
+        ("x=one,comma", {"x": "one,comma"}),
+        ("y=d,x=one,comma,z=a", {"y": "d", "x": "one,comma", "z": "a"}),
         ("x=d,y=a, b,c", {"x": "d", "y": "a, b,c"}),
         ("x=d, y=a,", {"x": "d", "y": "a"}),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -253,3 +254,32 @@ def test_a_block_that_no_group_moves_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(Backbone, "groups", forgetful)
     with pytest.raises(SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, but no key permutes it"):
         lock(source, KEY, tmp_path / "locked")
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "more", "taken", "said"),
+    [
+        ("config.json", 1, 0, True, ""),
+        ("config.json", 1, 1, False, "has 1.0 MiB, more than the 1 MiB allowed for it"),
+        ("sub/README.md", 1, 0, True, ""),
+        ("LICENSE", 1, 1, False, "more than the 1 MiB allowed for it"),
+        ("spiece.model", 16, 0, True, ""),
+        ("spiece.model", 16, 1, False, "has 16.0 MiB, more than the 16 MiB allowed for it"),
+        ("tokenizer.json", 64, 1, False, "has 64.0 MiB, more than the 64 MiB allowed for it"),
+        ("notes.doc", 1, 0, False, ""),  # no kind that is known, and too small for a model
+        ("notes.doc", 1, 1, False, "has 1.0 MiB, and its kind is unknown"),
+        ("notes.doc", 0, 0, True, ""),
+    ],
+)
+def test_files_at_the_bounds_of_their_sizes(name: str, mib: int, more: int, taken: bool, said: str, tmp_path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    with file.open("wb") as out:
+        out.truncate(mib * MIB + more) if name.endswith(("model", "doc")) or more else out.write(b"a" * mib * MIB)
+    if said:
+        with pytest.raises(SitusError, match=re.escape(said)):
+            sort_files(tmp_path, ())
+        assert sort_files(tmp_path, (), refuse=False) == ([], [name])
+    else:
+        assert sort_files(tmp_path, ()) == (([name], []) if taken else ([], [name]))
+    assert sort_files(tmp_path, (name,)) == ([], [])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from situs.errors import SitusError
 from situs.locks import seal
 from situs.locks.key import Key
-from situs.locks.seal import MAGIC, sealed_source, writing
+from situs.locks.seal import MAGIC, locked_file, new_file, sealed_source, writing
 
 pytest.importorskip("cryptography")
 
@@ -96,3 +98,39 @@ def test_every_bit_counts(tmp_path_factory, at, bit, size):
     raw[at % len(raw)] ^= 1 << bit
     with pytest.raises(SitusError):
         opened(bytes(raw), tmp_path_factory.mktemp("seal"))
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_new_file_has_its_folders_its_rights_and_replaces_nothing(tmp_path, key, private, mode):
+    before = os.umask(0o022)
+    try:
+        with new_file(tmp_path / "locked", "deep/er/x.txt", key, "ab", private=private) as sink:
+            sink.write(b"hello")
+    finally:
+        os.umask(before)
+    path = tmp_path / "locked" / "deep" / "er" / ("x.txt" if key is None else "x.txt.sealed")
+    assert path.stat().st_mode & 0o777 == mode and (path.read_bytes() == b"hello") == (key is None)
+    if key is not None:
+        with sealed_source(path, key, "ab", "deep/er/x.txt") as source:
+            into = bytearray(5)
+            source.fill(memoryview(into))
+        assert bytes(into) == b"hello"
+    with pytest.raises(FileExistsError), new_file(tmp_path / "locked", "deep/er/x.txt", key, "ab"):
+        pass
+    with new_file(None, "x.txt", key) as sink:
+        assert sink is None
+
+
+@pytest.mark.parametrize("sealed_", [True, False])
+def test_a_file_of_a_lock_that_is_not_there_is_named(tmp_path, sealed_):
+    manifest = SimpleNamespace(sealed=sealed_, lock_id="ab")
+    with pytest.raises(SitusError, match=r"x\.txt(\.sealed)? is missing") as error:
+        locked_file(tmp_path, "x.txt", manifest, KEY)
+    assert str(error.value).endswith(f"x.txt{'.sealed' * sealed_} is missing")
+    with new_file(tmp_path, "x.txt", KEY if sealed_ else None, "ab") as sink:
+        sink.write(b"abc")
+    with locked_file(tmp_path, "x.txt", manifest, KEY) as source:
+        into = bytearray(3)
+        source.fill(memoryview(into))
+    assert bytes(into) == b"abc"

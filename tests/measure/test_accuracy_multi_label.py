@@ -298,3 +298,31 @@ def test_features_come_with_all_labels(run: Path, tmp_path: Path) -> None:
     rows = (tmp_path / "x.names.csv").read_text().splitlines()[1:]
     for row, label in zip(rows, found.labels.tolist(), strict=True):
         assert row.split(",")[4] == ";".join(n for n, has in zip(found.classes or (), label, strict=True) if has == 1)
+
+
+@pytest.mark.parametrize(("classes", "empty"), [(4, 1), (30, 5), (31, 6)])
+def test_what_is_listed_and_drawn_of_many_and_of_few_labels(classes: int, empty: int) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    logits = torch.randn(40, classes, generator=generator)
+    labels = (torch.rand(40, classes, generator=generator) < 0.4).to(torch.int8)
+    labels[:, :empty] = 0
+    scores = label_scores(logits, labels)
+    found = LabelAccuracy(scores, tuple(f"c{n}" for n in range(classes)))
+    precisions = {f"c{n}": each.average_precision for n, each in enumerate(scores.by_class) if each.positives}
+    (drawn,), (table,) = found.figures(), found.details()
+    if classes <= 30:
+        assert drawn.values[0] == pytest.approx({name: 100 * (value or 0.0) for name, value in precisions.items()})
+    else:
+        assert drawn.values[0] == {"mean average precision": pytest.approx(100 * scores.mean_ap)}
+    order = sorted(precisions, key=lambda name: precisions[name] or 0.0)[:10]
+    assert [row[0] for row in table.rows] == order
+    first = scores.by_class[int(order[0][1:])]
+    assert list(table.rows[0])[1:3] == [first.positives, 40]
+    assert [float(str(cell)) for cell in list(table.rows[0])[3:]] == pytest.approx(
+        [100 * (value or 0.0) for value in (first.average_precision, first.accuracy, first.f1)], abs=0.005
+    )
+    names = ", ".join(f"c{n}" for n in range(min(empty, 5))) + ", …" * (empty > 5)
+    assert found.summary().notes[0].endswith(f"average precision and F1 are undefined: {names}.")
+    assert (" their average" in found.summary().notes[0]) == (empty > 1)
+    assert found.summary().numbers == ((f"{100 * scores.mean_ap:.2f} %", "mean average precision"),)
+    assert len(found.numbers()["classes"]) == classes and "by_class" not in found.numbers()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from situs.measure.consistency import Consistency, ConsistencyCurve
@@ -55,3 +57,50 @@ def test_mask_known_and_without_classifier() -> None:
     text = drawn.render()
     assert " gets a zero vector." in text
     assert sorted(drawn.pictures) == ["norms"]  # no empty axes where there are no answers
+
+
+@pytest.mark.parametrize("kinds", [(False,), (True, False)])
+def test_what_the_figures_draw(kinds: tuple[bool, ...]) -> None:
+    ratios = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    rows = [row(ratio, known, 1 - ratio / (1 + known), ratio + known) for ratio in ratios for known in kinds]
+    picture = torch.rand(3, 16, 16)
+    shares, norms, images = curve(rows, example=picture, seed=4).figures()
+    for known in kinds:
+        words = "mask known" if known else "mask hidden"
+        right = [100 * (1 - ratio / (1 + known)) for ratio in ratios]
+        for name in ("consistency", "top-1"):
+            assert shares.values[0][f"{name}, {words}"] == (ratios, pytest.approx(right))
+        assert norms.values[0][words] == (ratios, pytest.approx([ratio + known for ratio in ratios]))
+    assert len(shares.values[0]) == 2 * len(kinds) and len(norms.values[0]) == len(kinds) + 1
+    assert norms.values[0]["‖F(x)‖ itself, for scale"] == ([each.ratio for each in rows], [4.0] * len(rows))
+    shown, titles, masks, grid = images.values
+    assert titles == [f"γ = {ratio:g}" for ratio in ratios[:8]] and grid == (4, 4)  # eight fit in a row
+    assert [int(mask.sum()) for mask in masks] == [int(16 * ratio) for ratio in ratios[:8]]
+    for moved, mask in zip(shown, masks, strict=True):
+        inside = mask.view(4, 4).repeat_interleave(4, 0).repeat_interleave(4, 1).bool()
+        assert torch.equal(moved[:, ~inside], picture[:, ~inside])
+        assert torch.equal(moved.flatten().sort().values, picture.flatten().sort().values)
+    assert not torch.equal(shown[7], picture)
+    other = curve(rows, example=picture, seed=5).figures()[-1].values[2]
+    assert any(not torch.equal(a, b) for a, b in zip(masks, other, strict=True))
+
+
+def test_the_first_screen_has_the_fewest_answers_that_stay() -> None:
+    rows = [
+        row(0.25, False, 0.5, 1.0),
+        row(0.5, False, 0.25, 3.0),
+        row(0.75, False, 0.25, 2.0),
+        row(0.9, True, 0.0, 9.0),
+    ]
+    assert curve(rows).summary().numbers == (
+        ("25.0 %", "of answers stay the same at γ = 0.75 with the mask hidden"),  # of equal ones the largest γ
+        ("50.0 %", "relative change of the CLS token at γ = 0.75 with the mask hidden"),
+    )
+    assert curve([rows[-1], replace(row(0.5, False, None, 0.0), clean_norm=0.0)]).summary().numbers == ()
+
+
+def test_the_sentence_speaks_of_the_ratio_nearest_to_the_papers() -> None:
+    rows = [row(ratio, False, 0.5, 1.0) for ratio in (0.13, 0.18, 0.9)]
+    assert curve(rows).summary().sentence.startswith("With 13 % of the patches")
+    rows = [row(ratio, False, 0.5, 1.0) for ratio in (0.9, 0.19, 0.14)]
+    assert curve(rows).summary().sentence.startswith("With 14 % of the patches")

@@ -155,3 +155,58 @@ def test_page_says_first_what_was_found(backbone: Backbone) -> None:
     assert numbers["images"] == 12
     assert numbers["depths"]["norm"]["within"] == pytest.approx(found["norm"].means["within"])
     assert np.array(numbers["across"]).shape == (6, 6)
+
+
+def random_maps(grid: tuple[int, int], seed: int = 0) -> Correlation:
+    maps = torch.randn(2, grid[0] * grid[1], grid[0] * grid[1], generator=torch.Generator().manual_seed(seed)).double()
+    return Correlation(grid, *maps, 7)
+
+
+def test_what_the_figures_draw() -> None:
+    depths = {"embedding": random_maps((3, 7), 1), "1": random_maps((3, 7), 2), "norm": random_maps((3, 7), 3)}
+    distance, maps, layers = Correlations(depths, "1").figures()
+    steps, within, across = depths["1"].by_distance()
+    assert steps == [0, 1, 2, 3, 4, 5, 6]
+    assert distance.values[0] == {
+        "within one sample": (steps[1:], within[1:]), "across two samples": (steps, across),
+    }  # fmt: skip
+    assert distance.caption.startswith("After block 1. If")
+    drawn, rows, columns, _ = maps.values
+    assert (rows, columns) == ([0, 1, 2], [0, 2, 3, 4, 6])
+    for title, whole in (("within one sample", depths["1"].within), ("across two samples", depths["1"].across)):
+        assert drawn[title].shape == (3, 5, 3, 7)
+        for r, row in enumerate(rows):
+            for c, column in enumerate(columns):
+                assert torch.equal(drawn[title][r, c].flatten(), whole[7 * row + column])
+    assert layers.options["x_names"] == ["embed", "1", "norm"]
+    assert layers.values[0]["2 samples, same position"] == (
+        range(3), [each.means["across_same"] for each in depths.values()],
+    )  # fmt: skip
+
+
+def test_the_first_screen_is_of_the_depth_that_is_drawn() -> None:
+    depths = {"1": random_maps((1, 3), 1), "norm": random_maps((1, 3), 2)}
+    for depth, found in depths.items():
+        means = found.means
+        shown = [value for value, _ in Correlations(depths, depth).summary().numbers]
+        assert shown == [f"{means[key]:.2f}" for key in ("within", "across_same", "across")]
+        titles = [figure.caption.partition(".")[0] for figure in Correlations(depths, depth).figures()[:1]]
+        assert titles == ["After the final norm" if depth == "norm" else "After block 1"]
+
+
+@pytest.mark.parametrize(("count", "kept"), [(400, True), (401, False)])
+def test_large_maps_stay_out_of_the_json(count: int, kept: bool) -> None:
+    numbers = Correlations({"norm": random_maps((1, count))}).numbers()
+    assert (numbers["within"] is not None, numbers["across"] is not None) == (kept, kept)
+    if kept:
+        assert numbers["within"][0][1] == round(float(random_maps((1, count)).within[0, 1]), 5)
+
+
+def test_neighbours_are_one_apart_and_not_across_a_corner() -> None:
+    within = torch.tensor([[1.0, 0.1, 0.2, 0.9], [0.1, 1.0, 0.9, 0.4], [0.2, 0.9, 1.0, 0.5], [0.9, 0.4, 0.5, 1.0]])
+    assert Correlation((2, 2), within.double(), within.double(), 2).means["within_near"] == pytest.approx(0.3)
+
+
+def test_two_images_are_enough(backbone: Backbone) -> None:
+    found = correlate(backbone, batches(2, (2,)))["norm"]
+    assert found.images == 2 and torch.isfinite(found.across).all()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
+from scipy import ndimage
 
-from situs.measure.corruptions import Draw, brightness, clouds, fog, frost, ice, snow, trail, zoom
+from situs.measure.corruptions import Draw, brightness, clouds, fog, frost, ice, snow, trail, trail_kernels, zoom
 
 
 def images(channels: int = 3, side: int = 24) -> torch.Tensor:
@@ -94,3 +95,36 @@ def test_ice_lies_in_needles() -> None:
     layer = ice(Draw(0, 1, torch.arange(3), "frost"), (200, 200))[:, 0]
     noise = torch.randn(3, 200, 200, generator=torch.Generator().manual_seed(0))
     assert preference(layer) > 4 * preference(noise)
+
+
+@pytest.mark.parametrize("size", [(64, 72), (30, 26)])
+def test_ice_by_its_parts(size: tuple[int, int]) -> None:
+    """Crystals whose needles run one way, each with its tone, over haze: one sample after the other, by SciPy."""
+    found, side = ice(draw("frost"), size), min(size)
+    for sample in range(2):
+        one = Draw(1, 3, torch.tensor([sample + 2]), "frost")
+
+        def noise(what: str, *shape: int, one: Draw = one) -> np.ndarray:
+            return one.uniform(what, *shape)[0].double().numpy()
+
+        fields = [ndimage.gaussian_filter(each, 0.05 * side, truncate=3.0) for each in noise("crystals", 6, *size)]
+        owner = np.argmax(fields, axis=0)
+        points = (noise("seeds", 1, *size)[0] < 0.07) * noise("height", 1, *size)[0]
+        needles, length = np.zeros(size), max(1.5, 0.035 * side)
+        for way, angle in enumerate(one.uniform("angles", 6)[0] * math.pi):
+            half = trail_kernels(angle[None], length, length / 1.5)[0].double().numpy()
+            whole = ndimage.convolve(points, (half + np.rot90(half, 2)) / 2)
+            needles[owner == way] = whole[owner == way]
+        relief = (needles - needles.mean()) / needles.std(ddof=1)
+        haze = clouds(one, "haze", size, 1.7)[0, 0].double().numpy() - 0.5
+        shade = 0.40 + 0.46 * float(noise("shade"))
+        slow = shade + 0.08 * relief + 0.12 * (noise("tone", 6)[owner] - 0.5) + 0.25 * haze
+        np.testing.assert_allclose(found[sample, 0].numpy(), slow, atol=2e-5)
+
+
+def test_ice_is_a_tenth_darker_in_red_and_bluest_in_the_light() -> None:
+    layer, strength = ice(draw("frost"), (40, 40)), (0.0, 0.5)
+    for channels, tint in ((3, (0.90, 1.02, 1.08)), (1, (1.0,)), (4, (1.0,) * 4)):  # only of RGB are the colours known
+        found = frost(torch.zeros(2, channels, 40, 40), draw("frost"), *strength)
+        for channel, share in enumerate(tint):
+            torch.testing.assert_close(found[:, channel], 0.5 * (share * layer[:, 0]).clamp(0.0, 1.0))

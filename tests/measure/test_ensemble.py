@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.measure.accuracy import measure_accuracy
-from situs.measure.ensemble import combine, measure_ensemble
+from situs.measure.accuracy import Accuracy, measure_accuracy
+from situs.measure.ensemble import Ensemble, combine, measure_ensemble
 from situs.methods.base import Batch
 
 CLASSES = 6
@@ -115,3 +116,36 @@ def test_other_classes_and_other_averages_are_refused() -> None:
         measure_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, {name: batches(4) for name in "ab"})
     with pytest.raises(SitusError, match="average='votes': must be softmax or logits"):
         measure_ensemble({"a": sharp}, {name: batches() for name in "a"}, average="votes")
+
+
+def scored(top1: float, top5: float = 0.75) -> Accuracy:
+    return Accuracy(top1, top5, 40, 0.25, top1 - 0.125, 0.4, 12)
+
+
+@pytest.mark.parametrize(
+    ("together", "said"), [(0.75, "25.00 points above"), (0.5, "0.00 points above"), (0.375, "12.50 points below")]
+)
+def test_the_gain_is_over_the_best_model_alone(together: float, said: str) -> None:
+    alone = {"a": scored(0.25), "b": scored(0.5)}
+    found = Ensemble(alone, scored(together), ((1.0, 0.25), (0.25, 1.0)), 0.875, members={"a": {"model": "vit"}})
+    text = found.summary().sentence
+    assert f"classify {100 * together:.2f} % of the images right, {said} the best single model (b, 50.00 %)." in text
+    assert "At least one model is right on 87.50 %" in text and "has a top-1 of 40.00 %." in text
+    (table,) = found.summary().tables
+    assert [list(row) for row in table.rows] == [
+        ["a", "25.00", "12.50", "75.00", "0.2500"], ["b", "50.00", "37.50", "75.00", "0.2500"],
+        ["together (softmax)", f"{100 * together:.2f}", f"{100 * together - 12.5:.2f}", "75.00", "0.2500"],
+    ]  # fmt: skip
+    few = replace(found, together=replace(scored(together), classes=10)).summary().tables[0]
+    assert [len(row) for row in few.rows] == [4] * 3 and "top-5, %" not in few.header
+    assert found.summary().numbers == (
+        (f"{100 * together:.2f} %", "top-1 together"),
+        ("50.00 %", "the best single model"),
+    )
+    bars, alike = found.figures()
+    assert bars.values[0] == {"a": 25.0, "b": 50.0, "together (softmax)": 100 * together, "any model right": 87.5}
+    ((shares, _),), rows, columns = alike.values[0].values(), *alike.values[1:3]
+    assert shares == [[100.0, 25.0], [25.0, 100.0]] and rows == columns == ["a", "b"]
+    assert [list(row) for row in found.details()[0].rows] == [
+        ["a", None, "vit"]
+    ] and found.title == "2 classifiers as one"

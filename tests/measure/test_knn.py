@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.measure import knn
+from situs.measure.features import Pool
 from situs.measure.knn import LayerAccuracy, LayerKnn, knn_accuracy, knn_scores
 from situs.pages import make_page
 
@@ -92,3 +94,58 @@ def test_neighbours_of_the_last_layer_alone_are_no_curve_and_say_why(why: str | 
     made = make_page(LayerKnn((LayerAccuracy(1, "mean", 0.5, 0.5),), 10, 5, why, 3, 0.07, torch.eye(2), ("a", "b")))
     assert set(made.pictures) == ({"layers"} if why is None else set())
     assert ("Only the last layer: it has one block." in made.render()) is (why is not None)
+
+
+def layers(*rows: tuple[int, Pool, float, float], temperature: float | None = 0.07) -> LayerKnn:
+    answers = torch.tensor([[9, 1], [3, 7]])
+    found = tuple(LayerAccuracy(*row) for row in rows)
+    return LayerKnn(found, 3000, 20, None, 3, temperature, answers, ("a", "b"))
+
+
+ROWS: list[tuple[int, Pool, float, float]] = [
+    (2, "cls", 0.25, 0.375), (3, "cls", 0.5, 0.625), (2, "mean", 0.75, 0.8125), (3, "mean", 0.4375, 0.5),
+]  # fmt: skip
+
+
+def test_the_best_layer_is_named_where_it_is_not_the_last() -> None:
+    found = layers(*ROWS)
+    said = found.summary()
+    assert said.sentence.startswith(
+        "After the last block, the top-1 of kNN is 50.00 % with the CLS token and 43.75 % with the mean of the patches."
+    )
+    assert said.sentence.endswith(" The mean of the patches after block 2 is best: 75.00 %.")
+    assert said.numbers == (
+        ("75.00 %", "top-1 at best, after block 2 (always predicting the largest class: 50.0 %)"),
+    )  # fmt: skip
+    (table,) = said.tables
+    assert [list(row) for row in table.rows] == [
+        [2, "25.00", "37.50", "75.00", "81.25"], [3, "50.00", "62.50", "43.75", "50.00"],
+    ]  # fmt: skip
+    assert table.header[0] == "after block" and len(table.header) == 5
+    assert "20 images, k = 3 of 3,000, weights exp(similarity / 0.07)" in table.title
+    assert "equal weights" in layers(*ROWS, temperature=None).summary().tables[0].title
+    assert "is best" not in layers(*ROWS[:2]).summary().sentence  # the last layer is the best
+
+
+def test_the_curve_has_a_line_for_each_pool_and_the_largest_class() -> None:
+    (curve,) = layers(*ROWS).figures()
+    assert curve.values[0] == {"CLS token": ([2, 3], [25.0, 50.0]), "mean of the patches": ([2, 3], [75.0, 43.75])}
+    assert curve.options["level"] == ("largest class", 50.0)
+    (bars,) = replace(layers(*ROWS[1::2]), why_last="x").figures()
+    assert bars.values[0] == {"CLS token": 50.0, "mean of the patches": 43.75}
+    assert layers(*ROWS).numbers()["majority"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "k"), [(5, 3, 1), (11, 3, 1), (12, 3, 2), (119, 3, 19), (120, 3, 20), (1200, 3, 20)]
+)
+def test_a_small_bank_takes_half_a_class(count: int, classes: int, k: int) -> None:
+    assert knn.small_k(count, classes) == k
+
+
+def test_the_weights_are_relative_to_the_nearest_and_fall_by_the_temperature() -> None:
+    angles = torch.tensor([0.0, 0.1, 0.3])
+    bank = torch.stack([angles.cos(), angles.sin()], dim=1)
+    scores = knn_scores(bank, torch.arange(3), torch.tensor([[2.0, 0.0]]), classes=3, k=3)
+    assert scores[0].tolist() == pytest.approx([math.exp((math.cos(a) - 1) / 0.07) for a in angles.tolist()], rel=1e-4)
+    assert knn_scores(bank, torch.arange(3), bank, classes=3, k=1, temperature=None).tolist() == torch.eye(3).tolist()

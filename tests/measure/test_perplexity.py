@@ -43,3 +43,14 @@ def test_the_summary_says_the_scores_in_words_and_figures() -> None:
     )
     assert summary.tables[0].rows == [["model", "12.3457", "2.51329", "43.22 %"]]
     assert list(summary.numbers) == [("12.35", "perplexity")]
+
+
+def test_a_loss_beyond_all_bounds_is_a_number_still() -> None:
+    words = torch.tensor([[0, 1, 2]])
+    for scale, perplexity in ((300.0, math.exp(300.0)), (2000.0, math.exp(700.0))):
+        found = measure_perplexity(lambda ids, _, s=scale: repeating(ids, None) * s / 4, [
+            Batch(words, torch.arange(1), {"words": words})])  # fmt: skip
+        assert found.loss == pytest.approx(scale) and found.perplexity == pytest.approx(perplexity, rel=1e-6)
+        assert (found.accuracy, found.words) == (0.0, 2)
+    (bars,) = Perplexity(WordScores(2.0, 1.0, 0.25, 4)).figures()
+    assert bars.values == ({"next words predicted right": 25.0}, "%")

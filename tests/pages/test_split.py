@@ -12,6 +12,9 @@ from sent import not_tried, setting, split_audit, tried
 
 from situs.audit.split.result import SettingResult, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.split.text import PromptAudit, Row
+from situs.audit.text.recovered import Read
+from situs.audit.text.result import finding_of
 from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
 from situs.pages.split import trade_offs
@@ -87,3 +90,80 @@ def test_what_was_not_tried_stands_below_the_verdict() -> None:
     text = make_page(audit(one)).render()
     assert "Not tried (such an attack may still succeed): labels: the images have no labels (none)." in text
     assert "no attack on the pictures was run: inconclusive" in text
+
+
+def prompts(*rows: tuple[int, str, bool, str]) -> PromptAudit:
+    """A text audit: of each row the blocks that the client keeps, the defence, permuted columns, which words are read;
+    "" where it was not attacked."""
+    settings, findings = [], []
+    for depth, veil, columns, right in rows:
+        row = Row(depth, parse_veil(veil, ("columns",) * columns))
+        words = tuple(range(4, 4 + len(right)))
+        known = tuple(letter == "+" for letter in right)
+        found = tuple(word * told for word, told in zip(words, known, strict=True))
+        reads = [Read("text 1", words, found, known)] if right else []
+        findings.append(finding_of(str(row), 1, "done" if reads else "refused", reads, attack="prompts"))
+        settings.append(row)
+    return PromptAudit(findings, "m", ["text 1"], 1, shown={}, about={}, rows=settings)
+
+
+NOISY = [
+    (0, "noise=2", False, "+---"), (0, "none", False, "++++"), (0, "noise=0.5", False, "++--"),
+    (0, "none", True, "++++"), (0, "noise=0.5", True, "+++-"), (2, "none", False, ""),
+]  # fmt: skip
+
+
+def test_words_that_are_read_over_the_noise(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    calls: list[Any] = []
+    draw = figures.curves
+    monkeypatch.setattr(figures, "curves", lambda *given, **more: calls.append((given, more)) or draw(*given, **more))
+    page = make_page(prompts(*NOISY))
+    ((lines, *_), more), *rest = calls
+    assert lines == {"depth 0": ([0.0, 0.5, 2.0], [1.0, 0.5, 0.25])} and not rest  # of two points no line is drawn
+    assert more["y_limits"] == (0.0, 1.0) and "noise" in page.pictures
+    assert [value for value, _ in page.numbers] == [
+        "0 of 1",
+        "1 of 1",
+        "0 of 1",
+    ]  # of the first three that were attacked
+    assert (page.tone, page.mark) == ("bad", "Not private")
+    assert page.lead.startswith("An honest server reads 1 of 1 text word for word, and 100.0 % of the words (depth 0).")
+    make_page(prompts(*NOISY[:2], *NOISY[3:]))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "mark"),
+    [("----", ("unsure", "Not proved private")), ("", ("unsure", "Not attacked, so not proved private"))],
+)
+def test_the_mark_of_texts_that_were_not_read(right: str, mark: tuple[str, str], undrawn: None) -> None:
+    page = make_page(prompts((0, "none", False, right)))
+    assert (page.tone, page.mark) == mark
+    assert page.lead.startswith("Nothing was attacked") == (not right)
+    assert len(page.numbers) == bool(right) and page.pictures == {}
+
+
+def test_the_first_screen_has_the_best_scores_and_bars_from_the_highest(undrawn: None) -> None:
+    page = make_page(audit(*CURVED))
+    assert [value for value, _ in page.numbers] == ["50.0 dB", "100.0 %"]
+    assert page.lead.startswith(
+        "At best the server recovered images at 50.0 dB and assigned 100 % of the patches to their true positions. "
+    )
+    bars = "".join(map(str, page.opening.blocks))
+    order = [bars.index(f">{name}<") for name in ("none", "noise=0.2", "noise=0.2 + rows", "lowpass=0.3", "noise=0.5")]
+    assert order == sorted(order) and (page.tone, page.mark) == ("bad", "Not private")
+    bare = make_page(audit(setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "none here"))))
+    assert (bare.tone, bare.mark) == ("unsure", "Not attacked, so not proved private") and "At best" not in bare.lead
+
+
+def test_a_blind_guess_is_a_line_over_all_utilities(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    seen: list[Any] = []
+    draw = figures.curve_panels
+    monkeypatch.setattr(
+        figures, "curve_panels", lambda panels, *given, **more: seen.append(panels) or draw(panels, *given, **more)
+    )
+    blind = {"mean": {"psnr": 9.0}, "other": {"psnr": 11.0, "ssim": 0.5}}
+    page = make_page(replace(audit(*CURVED), blind=blind))
+    assert seen[0]["noise: PSNR, dB"]["blind guess"] == ([0.4, 1.0], [11.0, 11.0])
+    assert "blind guess" not in seen[1]["noise: patches at their position, %"]
+    assert "(blind guess: 11.0 dB)" in page.numbers[0][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 
@@ -17,7 +18,7 @@ from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.locks.veil import noise_unit
 from situs.models import open_model
-from situs.split.generate import decoded, generate, open_writer
+from situs.split.generate import Writer, decoded, generate, open_writer
 from situs.split.message import Message, RefusedError, encode
 from situs.split.parts import layout
 from situs.split.server import Limits, Server
@@ -295,3 +296,33 @@ def test_text_comes_in_whole_characters(tmp_path) -> None:
         assert "".join(pieces) == text and all(len(piece) == 1 for piece in pieces)
         cut = list(decoded(tokeniser, prompt, iter(ids[:-6])))  # within the face
         assert "".join(cut).rstrip("\ufffd") == text[:-5]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"length": 0}, "the prompt is empty"),
+        ({"length": 8, "max_tokens": 1}, None),
+        ({"length": 9, "max_tokens": 1}, "the prompt has 9 tokens, but a text has at most 8 here"),
+        ({"length": 3, "max_tokens": 6}, None),  # the last token is never read
+        ({"length": 3, "max_tokens": 7}, "max_tokens=7: must be 1 to 6, because a text has at most 8 tokens here"),
+        ({"max_tokens": 0}, "max_tokens=0: must be 1 to"),
+        ({"temperature": -0.01}, "temperature=-0.01: must be at least 0"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 0.0}, None),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": (1 << 63) - 1}, None),
+        ({"seed": 1 << 63}, "seed="),
+    ],
+)
+def test_what_a_writer_is_asked_at_its_bounds(given, said) -> None:
+    writer = object.__new__(Writer)
+    writer.longest = 8
+    asked = {"length": 2, "max_tokens": 2, "temperature": 0.5, "seed": 0, **given}
+    if said is None:
+        writer._check(**asked)
+    else:
+        with pytest.raises(SitusError, match=re.escape(said)):
+            writer._check(**asked)

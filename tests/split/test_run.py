@@ -64,6 +64,7 @@ def test_split_over_tls_and_merged_is_the_local_run_to_the_bit(tmp_path, certs, 
         result = train_split(CONFIG, call, out=tmp_path / "split", device="cpu", quiet=True)
         assert (result.step, result.interrupted) == (10, False)
         assert result.metrics["loss"] == RunFolder.open(local).records()[-1]["loss"]
+        assert server.server.sessions == {}  # it has said goodbye
         assert merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole") == 10
         images = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
         with torch.no_grad(), open_split(tmp_path / "split", call) as model:

@@ -76,3 +76,14 @@ def test_every_verb_of_a_job_is_one_of_the_command_line() -> None:
 
     assert VERBS.keys() <= KNOWN.keys()
     assert len(PAPERS) == 4
+
+
+def test_what_a_file_leaves_out() -> None:
+    """Percent with one digit, printed in the paper and read off no plot; three seeds or one as the study says."""
+    curves = [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "job": "b", "figure": "f"}]}]
+    study = from_dict(Study, {**WHOLE, "curves": curves})
+    (column,), (row,) = study.tables[0].columns, study.tables[0].rows
+    assert (column.unit, column.digits, column.times, column.reading, column.job) == ("%", 1, None, 0.0, "")
+    assert (row.unit, row.digits, row.times, row.reading, row.ours) == (None, None, None, None, ())
+    (curve,) = study.curves
+    assert (curve.unit, curve.digits, curve.reading, curve.title) == ("%", 1, 0.0, "")

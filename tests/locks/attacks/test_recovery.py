@@ -630,3 +630,23 @@ def test_labelled_sentences_are_judged_as_an_evaluation_judges_them(tmp_path: Pa
     assert torch.allclose(adapted(*two), adapted(pairs, mask)[[0, 2]], atol=1e-6)
     both = Labelled(pairs, torch.zeros(3), mask).unpadded()
     assert torch.equal(both[:, 0], rows) and torch.equal(both[:, 1], pairs[:1, 1, : rows.shape[1]])
+
+
+def test_random_blocks_have_the_spread_of_the_locked_ones_and_the_rest_stays() -> None:
+    backbone = vit()
+    groups = backbone.groups()
+    keyed = {member.tensor for group in groups for member in group.members}
+    before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    blank, other = (randomised(backbone, groups, seed) for seed in (0, 1))
+    state = blank.model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(value, backbone.model.state_dict()[name])  # the model itself stays
+        if name not in keyed or value.numel() == 1:
+            assert torch.equal(state[name], value)
+            continue
+        assert not torch.equal(state[name], value) and not torch.equal(state[name], other.model.state_dict()[name])
+        if value.numel() > 500:
+            assert float(state[name].std() / value.std()) == pytest.approx(1.0, abs=0.15)
+            assert float((state[name].mean() - value.mean()).abs() / value.std()) < 0.15
+    again = randomised(backbone, groups, 0).model.state_dict()
+    assert all(torch.equal(again[name], state[name]) for name in state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from memory_kinds import CLASSES, SIDE, pictures
 
 from situs.data.config import DataConfig
 from situs.data.sources.base import TensorSource
-from situs.measure.adapt.bench import Bench, rates_of, updates
+from situs.measure.adapt.bench import DECAYS, SCALES, Bench, rates_of, updates
 from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.probe.linear import head_of
@@ -117,3 +118,9 @@ def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(
         head.append(max(far[name] for name in far if not name.startswith("backbone.")))
     assert moved[:3] == [0.0] * 3 and 0 < moved[5] < 4e-6  # three updates, each of at most the rate and a little decay
     assert 0 < head[1] < head[2]
+
+
+@pytest.mark.parametrize("settings", [DECAYS, SCALES])
+def test_what_the_folds_choose_among_rises_by_equal_factors(settings: tuple[float, ...]) -> None:
+    factors = [b / a for a, b in pairwise(settings)]
+    assert len(settings) >= 4 and factors == pytest.approx([factors[0]] * len(factors)) and factors[0] > 1

@@ -196,3 +196,40 @@ def test_without_a_test_nothing_is_claimed() -> None:
     assert found.summary().sentence == "Chosen: class means." and len(found.summary().tables) == 1
     assert found.summary().tables[0].rows[0][2:5] == [None, None, None]
     assert finite(found.numbers())["tried"][0]["balanced"] is None
+
+
+@pytest.mark.parametrize(
+    ("ways", "reason"),
+    [(["kNN", "class means"], False), (["kNN", "class means", "linear probe"], True), (["class means"], False)],
+)
+def test_the_frozen_start_is_the_choice_where_no_other_is_better_and_where_there_is_no_other(
+    ways: list[str], reason: bool
+) -> None:
+    rows = [by_hand(way, "1111000010") for way in ways]
+    (means,) = (row for row in rows if row.way == "class means")
+    score = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2)
+    answers = torch.tensor([[15, 5], [5, 15]])
+    found = Adapted(Path("x"), tuple(rows), means, TEN, ("a", "b"), score, score, answers, ())
+    said = found.summary().sentence
+    assert "The chosen model is the frozen start (class means on the given weights)" in said
+    assert ("because no other recipe that was tried is better" in said) == reason
+    assert found.summary().numbers[1] == ("75.00 %", "top-1 of the frozen start")
+    (row,) = found.summary().tables[1].rows
+    low, high = score.interval
+    assert list(row) == ["class means", "75.0 %", f"{100 * low:.1f} to {100 * high:.1f} %", "70.0 %", "50.0 %"]
+
+
+def test_nothing_that_both_were_tested_on_is_no_gain() -> None:
+    one, other = by_hand("head", "11--------").right, by_hand("head", "--11------").right
+    assert gain(one, other, TEN) == (0.0, 0.0)
+
+
+def test_a_better_top1_of_one_image_is_by_chance_and_the_best_of_several_is_named() -> None:
+    chosen = by_hand("class means", "0" * 20)
+    rows = [
+        by_hand(way, "1" * count + "0" * (20 - count)) for way, count in (("head", 4), ("LoRA", 9), ("all layers", 6))
+    ]
+    (said,) = top1_better(rows, chosen)
+    assert "LoRA has a higher top-1" in said and "(45.0 %, compared with 0.0 %)" in said
+    assert top1_better(rows[:1], chosen) and not top1_better([by_hand("head", "1" * 3 + "0" * 17)], chosen)  # 1.96 √3
+    assert top1_better([rows[1], by_hand("head", "1" * 9 + "0" * 11)], chosen)[0].count("LoRA") == 1

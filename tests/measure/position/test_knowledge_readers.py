@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -288,3 +289,10 @@ def test_a_row_of_places_reads_its_one_axis() -> None:
     reader = Reader(found, Sums((1, 4)))
     reader.read(x)
     assert reader.reading("1").r2 > 0.99
+
+
+def test_the_ridges_rise_by_equal_factors_and_the_middle_is_one_of_them() -> None:
+    factors = [b / a for a, b in pairwise(RIDGES)]
+    assert factors == pytest.approx([factors[0]] * len(factors)) and factors[0] > 1
+    alone = Reader(sums(features(4)), Sums(GRID))
+    assert alone.ridge in RIDGES  # where there is no second half to choose it on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import timm
@@ -147,3 +148,84 @@ def test_a_single_row_of_places_has_a_page() -> None:
     drawn = page(PositionTables([look_at("small", table("noise", grid=(1, 6), dim=8))], []))
     assert "cosine" in drawn.pictures
     assert "<title>Positions of small</title>" in drawn.render()
+
+
+def test_what_the_figures_draw(looks: list[TableAnalysis], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "has_umap", lambda: False)
+    drawn = {figure.name: figure for figure in PositionTables(looks, []).figures()}
+    for number, look in enumerate(looks):
+        end = "-2" * number
+        for dims in (2, 3):
+            panels, grid = drawn[f"pca-{dims}d{end}"].values
+            assert [panel[3] for panel in panels] == ["row", "column"] and grid == (4, 5)
+            assert all((panel[1] == look.components.points[:, :dims]).all() for panel in panels)
+            assert len(panels[0][2]) == dims and panels[0][2][0].startswith("1st component (")
+        panels, _ = drawn[f"guesses{end}"].values
+        assert (panels[0][1] == look.decoded.guesses[:, [1, 0]]).all() and panels[0][4] is True
+        maps, rows, columns, _ = drawn[f"cosine{end}"].values
+        assert (rows, columns) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+        centred = look.table.rows - look.table.rows.mean(dim=0)
+        for r, c in ((0, 0), (2, 3)):
+            slow = [torch.cosine_similarity(centred[5 * r + c], other, dim=0) for other in centred]
+            torch.testing.assert_close(maps[look.title][r, c].flatten(), torch.stack(slow))
+        assert drawn[f"cosine{end}"].options["limits"] == (-1, 1)
+        assert "equal distances" not in drawn[f"cosine{end}"].caption
+    shown = max(look.spectrum.components_for(0.99) for look in looks) + 1
+    for look in looks:
+        x, y = drawn["energy"].values[0][look.title]
+        assert x.tolist() == [*range(1, min(shown, 16) + 1)]
+        assert y.tolist() == pytest.approx([100 * share for share in look.spectrum.energy[:shown]])
+    large = PositionTables([look_at("large", table(grid=(6, 5)))], []).figures()
+    assert "Maps are shown for 25 positions at equal distances." in large[2].caption
+
+
+def test_the_rows_of_the_tables_and_the_first_screen(looks: list[TableAnalysis]) -> None:
+    found = PositionTables(looks * 2, [])
+    (table_,) = found.summary().tables
+    for row, look in zip(table_.rows, looks, strict=False):
+        decoded, spectrum = look.decoded, look.spectrum
+        assert list(row) == [
+            look.title,
+            "4×5 × 16",
+            f"{100 * sum(spectrum.explained[:3]):.1f} %",
+            spectrum.components_for(0.9),
+            f"{decoded.two.mean:.3f}",
+            f"{decoded.chance_two:.2f}",
+        ]
+    assert len(found.summary().numbers) == 3  # of the first three
+    assert found.summary().numbers[0][0] == f"{looks[0].decoded.two.mean:.2f} patches"
+    shares, errors = found.details()
+    assert list(shares.rows[1]) == [
+        looks[1].title,
+        *(f"{100 * sum(looks[1].spectrum.explained[:k]):.2f}" for k in range(3, 8)),
+    ]
+    decoded = looks[1].decoded
+    assert list(errors.rows[1])[1:] == [
+        f"{decoded.one.mean:.3f}\u202f±\u202f{decoded.one.std:.3f}",
+        f"{decoded.two.mean:.3f}\u202f±\u202f{decoded.two.std:.3f}",
+        f"{decoded.rows:.3f}",
+        f"{decoded.columns:.3f}",
+        f"{decoded.chance_one:.2f}",
+        f"{decoded.chance_two:.2f}",
+        f"{100 * decoded.exact:.0f} %",
+    ]
+    assert all(len(row) == len(errors.header) for row in errors.rows)
+
+
+@pytest.mark.parametrize(
+    ("count", "channels", "said"), [(16, 16, "least norm"), (17, 16, "hardly"), (31, 16, "hardly"), (32, 16, "")]
+)
+def test_few_places_at_the_bounds(count: int, channels: int, said: str, looks: list[TableAnalysis]) -> None:
+    look = replace(looks[0], decoded=replace(looks[0].decoded, fitted=count))
+    assert look.table.rows.shape[1] == channels
+    assert said in look.few_places and bool(look.few_places) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [(0.149, "encodes the grid"), (0.15, "roughly encodes the grid"), (0.59, "roughly encodes the grid"),
+     (0.6, "does not encode the grid")],
+)  # fmt: skip
+def test_how_well_a_table_encodes_the_grid_at_the_bounds(left: float, said: str, looks: list[TableAnalysis]) -> None:
+    decoded = replace(looks[0].decoded, two=looks[0].decoded.two._replace(mean=left), chance_two=1.0)
+    assert grasp(replace(looks[0], decoded=decoded)) == said

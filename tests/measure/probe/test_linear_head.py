@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.measure.finetune import FinetuneConfig
+from situs.measure.probe import linear
 from situs.measure.probe.linear import ProbeHead, fit_probe, head_inputs, head_of, probe_head
 from situs.models.open import open_model
+from situs.progress import notes_to
 from situs.train.assemble import rates_of
 from situs.train.optim import OptimConfig, groups, peak_rate
 from situs.train.private import DpConfig
@@ -146,3 +149,52 @@ def test_a_fine_tuning_of_one_tiny_update_is_the_probe_and_needs_no_validation(t
     expected = fit_probe(features, labels, 3, seed=0).linear(features)
     torch.testing.assert_close(logits["default"], expected, rtol=1e-3, atol=1e-3)
     assert (logits["new"] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("head", [None, "probe"])
+def test_where_no_probe_can_be_fitted_the_head_stays_or_the_run_is_refused(
+    head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any, **__: Any) -> Any:
+        raise SitusError("too few samples")
+
+    monkeypatch.setattr(linear, "fit_probe", none)
+    data, loader = loader_of()
+    torch.manual_seed(0)
+    method = small_method("supervised", small_vit(SIDE, num_classes=3), classes=3)
+    before = {name: value.clone() for name, value in method.state_dict().items()}
+    config = replace(FinetuneConfig(data=data), init="x", tuning=TuningConfig(head=head))
+    said: list[str] = []
+    with notes_to(said.append):
+        if head == "probe":
+            with pytest.raises(SitusError, match="too few samples"):
+                linear.ProbeHead(config, loader, "fp32").begin(method)
+        else:
+            linear.ProbeHead(config, loader, "fp32").begin(method)
+            assert said == ["the classifier starts from random weights: too few samples"]
+    assert all(torch.equal(before[name], value) for name, value in method.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("count", "world", "head", "used"),
+    [(linear.SMALL, 1, None, True), (linear.SMALL + 1, 1, None, False), (5, 2, None, False),
+     (linear.SMALL + 1, 2, "probe", True)],
+)  # fmt: skip
+def test_the_probe_is_the_default_for_small_sets_in_one_process(count: int, world: int, head: Any, used: bool) -> None:
+    source = SimpleNamespace(classes=CLASSES, target="label", multi_label=False)
+    set_: Any = type("Set", (), {**vars(source), "__len__": lambda _: count})()
+    train: Any = SimpleNamespace(source=set_, plan=SimpleNamespace(world=world), classes=CLASSES)
+    data, _ = loader_of()
+    config = replace(FinetuneConfig(data=data), init="x", tuning=TuningConfig(head=head))
+    assert bool(linear.probe_head(config, train, "fp32")) == used
+
+
+@pytest.mark.parametrize("change", [{"classes": None}, {"target": "mask"}, {"multi_label": True}])
+def test_samples_without_one_class_each_have_no_probe(change: dict[str, Any]) -> None:
+    data, loader = loader_of()
+    source = SimpleNamespace(**{"classes": CLASSES, "target": "label", "multi_label": False, **change})
+    train: Any = SimpleNamespace(source=source, plan=loader.plan)
+    config = replace(FinetuneConfig(data=data), init="x")
+    assert linear.probe_head(config, train, "fp32") == []
+    with pytest.raises(SitusError, match=r"tuning\.head=probe: it needs samples with one class each"):
+        linear.probe_head(replace(config, tuning=TuningConfig(head="probe")), train, "fp32")

@@ -126,3 +126,65 @@ def test_anomalies_alone_make_a_page() -> None:
     drawn = page(alone)
     assert drawn.pictures == {} and "1 skipped" in drawn.render()
     assert alone.to_json()["imagenet_o"]["chance"] == 0.25
+
+
+def graded(clean: float | None = 0.75, published: str | None = None) -> Robustness:
+    """Corruptions of three kinds, no two cells alike; two of them are blurs."""
+    names = ("glass_blur", "defocus_blur", "fog", "contrast")
+    cells = {
+        name: {level: Accuracy(0.6 - 0.1 * at - 0.01 * level, 0.9, 100, 1.0, 0.5, 0.1, 12) for level in (1, 4)}
+        for at, name in enumerate(names)
+    }
+    first = None if clean is None else Accuracy(clean, 0.9, 100, 0.7, 0.5, 0.1, 12)
+    pictures = torch.rand(4, 2 + (published is None), 3, 8, 8)
+    return Robustness("val", published, first, cells, pictures, None, None, 8, (), 64, provenance=MADE)
+
+
+@pytest.mark.parametrize("clean", [0.75, None])
+@pytest.mark.parametrize("published", [None, "c"])
+def test_what_the_figures_draw(clean: float | None, published: str | None) -> None:
+    severity, accuracy, looks = graded(clean, published).figures()
+    kinds, label, unit = severity.values
+    start = [] if clean is None else [(0, 75.0)]
+    for kind, low, high in (("blur", 54.0, 51.0), ("weather", 39.0, 36.0), ("digital", 29.0, 26.0)):
+        x, y = kinds.pop(kind)
+        assert (x, y) == (
+            pytest.approx([*(at for at, _ in start), 1, 4]),
+            pytest.approx([*(v for _, v in start), low, high]),
+        )
+    assert kinds == {} and unit == "top-1 accuracy, %" and ("(0: clean)" in label) == (clean is not None)
+    ((values, _),), names, levels = accuracy.values[0].values(), *accuracy.values[1:3]
+    assert names == ["glass blur", "defocus blur", "fog", "contrast"] and levels == ["1", "4"]
+    assert [*map(list, values)] == [pytest.approx([59 - 10 * at, 56 - 10 * at]) for at in range(4)]
+    assert accuracy.options["limits"] == (0, 100)
+    assert "Chance is 12.5 %. With 100 images" in accuracy.caption and "at most ± 9.8 points" in accuracy.caption
+    assert ("75.0 % on clean images" in accuracy.caption) == (clean is not None)
+    rows, titles = looks.values
+    assert titles == [*["clean"] * (published is None), "severity 1", "severity 4"]
+    assert [(name, len(row)) for name, row in rows] == [(name, len(titles)) for name in names]
+
+
+def test_the_response_curve_and_the_bars_of_anomalies() -> None:
+    natural = Natural("a", 0.125, 0.25, 80, 20, tuple(0.01 * rate for rate in range(100, 0, -1)))
+    (drawn,) = replace(graded(), cells={}, natural=natural, anomalies=Anomalies("o", "v", 0.4, 5, 15, 2)).figures()
+    ((x, y),) = drawn.values[0].values()
+    assert [*x] == [*range(1, 101)] and y == pytest.approx([*range(100, 0, -1)])
+    (bars,) = replace(graded(), cells={}, anomalies=Anomalies("o", "v", 0.4, 5, 15, 2)).figures()
+    assert bars.values == (pytest.approx({"AUPR of o": 40.0, "chance": 25.0}), "%")
+
+
+def test_the_first_screen_has_four_measures_with_what_they_were_measured_on() -> None:
+    natural, odd = Natural("a", 0.125, 0.25, 80, 20, (0.2,) * 100), Anomalies("o", "normal", 0.4, 1500, 4500, 20)
+    whole = replace(found(), natural=natural, anomalies=odd)
+    shown, rows = whole.summary().numbers, whole.summary().tables[-1].rows
+    assert [label.partition(",")[0] for _, label in shown] == ["top-1", "mCE", "mCE", "ImageNet-A"]
+    assert shown[0] == ("80.0 %", "top-1, clean, val, 400 images")
+    assert list(rows[-1]) == ["ImageNet-O, AUPR", "40.0 %", "1,500 anomalies against 4,500 of normal; chance 25.0 %"]
+    assert list(rows[3])[2] == "a, 80 images, among its 20 classes"
+    best = replace(found(count=50_000), published="c")
+    assert best.summary().tables[-1].rows[2][2] == "comparable with published models"
+    assert replace(best, outputs=999).caveat == (
+        "AlexNet's errors are for ImageNet (1,000 classes) at 224 pixels, but the model has 999 classes at 224 pixels"
+    )
+    assert replace(found(count=49_999), published="c").caveat == "the mean is over 49,999 of ImageNet's 50,000 images"
+    assert found(("fog",)).summary().sentence.count("reduces accuracy") == 0  # one corruption is not compared

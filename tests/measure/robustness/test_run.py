@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from situs.data.sources.base import TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset
 from situs.measure.corruptions import corrupt
+from situs.measure.robustness import run as robustness
 from situs.measure.robustness.run import (
     PublishedSets,
     answers,
@@ -142,3 +144,27 @@ def test_answers_are_among_the_given_outputs_alone(source: TensorSource) -> None
     assert labels is not None and torch.equal(labels, source.labels)  # type: ignore[arg-type]
     unlabelled = load(TensorSource(source.images, None, None), 40)
     assert answers(by_brightness, unlabelled, outputs)[2] is None
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 100, 250])
+def test_the_response_curve_is_read_at_every_per_cent(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate of 1 % of few images there is the most confident answer alone."""
+    generator = torch.Generator().manual_seed(count)
+    confidence, right = torch.rand(count, generator=generator), torch.rand(count, generator=generator) < 0.5
+    truth = torch.arange(count) % 2
+    told = (confidence, torch.where(right, truth, 1 - truth), truth)
+    set_ = SimpleNamespace(source=SimpleNamespace(name="a", left_out=lambda: ["one is broken"]))
+    monkeypatch.setattr(robustness, "answers", lambda *_: told)
+    monkeypatch.setattr(robustness, "open_folder", lambda *_: None)
+    monkeypatch.setattr(robustness._Run, "wrap", lambda *_: set_)
+    monkeypatch.setattr(robustness._Run, "index", lambda *_: torch.arange(2))
+    run = object.__new__(robustness._Run)
+    run.model, run.backbone = SimpleNamespace(data=SimpleNamespace(channels=3)), None  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    run.precision, run.skipped = "fp32", []
+    found = run.natural(Path("a"))
+    order = sorted(range(count), key=lambda at: -float(confidence[at]))
+    for rate, share in enumerate(found.curve, start=1):
+        first = order[: max(1, round(count * rate / 100))]
+        assert share == pytest.approx(sum(bool(right[at]) for at in first) / len(first))
+    assert len(found.curve) == 100 and run.skipped == ["one is broken"]
+    assert (found.count, found.classes, found.accuracy) == (count, 2, pytest.approx(float(right.double().mean())))
