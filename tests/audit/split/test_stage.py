@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from builders import small_vit
@@ -9,7 +11,7 @@ from sent import classifier, pictures, sent, stage, streams_of
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import LeaveOneOut
 from sklearn.neighbors import KNeighborsClassifier
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 
 from situs.audit.scores import BEST_PSNR
 from situs.audit.split.stage import (
@@ -88,6 +90,10 @@ def test_neighbours_that_stay() -> None:
     mixed = neighbours(other, FEATURES)
     assert mixed is not None and 0 < mixed < 0.5  # five of 29 by chance: 17 %
     assert neighbours(FEATURES[:10], FEATURES[:10]) is None
+    few = [cosine_similarity(part[:11, None], part[None, :11], dim=2) for part in (other, FEATURES)]
+    near = [[set(row.argsort(descending=True).tolist()[1:6]) for row in alike] for alike in few]
+    stayed = [len(one & two) / 5 for one, two in zip(*near, strict=True)]
+    assert neighbours(other[:11], FEATURES[:11]) == pytest.approx(sum(stayed) / 11)
 
 
 def test_knn_leaves_each_sample_out() -> None:
@@ -100,6 +106,14 @@ def test_knn_leaves_each_sample_out() -> None:
         counts = [(int((votes == vote).sum()), -place) for place, vote in enumerate(votes)]
         right += int(votes[-max(counts)[1]] == LABELS[test][0])
     assert leave_one_out_knn(FEATURES, LABELS) == pytest.approx(right / 30)
+
+
+def test_a_class_that_two_neighbours_have_goes_before_a_nearer_one_and_of_four_samples_three_are_looked_at() -> None:
+    """Angles from the first: the nearest of another class, then two of its own; and a tie goes to the nearest."""
+    angles = torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64)
+    features = torch.stack([angles.cos(), angles.sin()], dim=1)
+    assert leave_one_out_knn(features, torch.tensor([1, 0, 1, 1])) == 0.75
+    assert leave_one_out_knn(features[:3], torch.tensor([1, 1, 0])) == pytest.approx(2 / 3)
 
 
 def test_the_probe_leaves_each_sample_out() -> None:
@@ -162,6 +176,37 @@ def test_scores_at_their_ends() -> None:
     assert STAGE.scores(one)["best psnr"] == BEST_PSNR > STAGE.scores(one)["psnr"]
     turned = STAGE.scores(STAGE.pictures.unflatten(3, (4, 4)).flip(3).flatten(3, 4))  # columns of patches change places
     assert turned["patch psnr"] == BEST_PSNR and turned["psnr"] < 40
+
+
+def test_what_costs_most_looks_at_the_first_pictures_alone() -> None:
+    held = stage(private=26, public=15)
+    assert held.thin is None  # ten tokens per channel
+    assert stage(private=1, public=14).thin == "14 public images have 224 tokens of 24 channels"
+    shown = held.pictures.clone()
+    shown[24:] = 0.5
+    scores = held.scores(shown)
+    assert (scores["ssim"], scores["fsim"]) == (pytest.approx(1), pytest.approx(1))
+    shown[23] = 0.5
+    after = held.scores(shown)
+    assert after["ssim"] < 0.99 and after["fsim"] < 1 - 1e-6
+    psnrs = [10 * math.log10(1 / float((held.pictures[n] - 0.5).square().mean())) for n in range(23, 26)]
+    assert scores["psnr"] == pytest.approx((24 * BEST_PSNR + psnrs[1] + psnrs[2]) / 26)
+
+
+def test_utility_is_that_of_public_and_private_images_together() -> None:
+    """Features of the model's own forward pass, the public images first, and labels of both."""
+    every = torch.cat([STAGE.public, STAGE.inputs])
+    features = STAGE.backbone.model.forward_features(every)[:, 0]
+    labels, kept = torch.arange(66) % 4, STAGE.keeps(NONE)
+    assert kept.knn == pytest.approx(leave_one_out_knn(features.detach(), labels))
+    assert kept.probe == pytest.approx(leave_one_out_probe(features.detach(), labels))
+
+
+def test_noise_on_public_and_private_images_is_drawn_apart() -> None:
+    held, veil = stage(), parse_veil("noise=1")
+    held.z = held.side(veil).tokens
+    torch.testing.assert_close(held.through(NONE), held.through(NONE, public=True))
+    assert not torch.allclose(held.through(veil), held.through(veil, public=True))
 
 
 def test_public_and_private_images_are_apart_and_labels_with_the_private() -> None:
