@@ -306,6 +306,9 @@ def test_a_part_of_the_image_that_its_layer_sees_is_more_than_a_blind_guess_has(
     [
         ({"act": "raises"}, "act='raises': must be one of raise, log or a function"),
         ({"attacks": []}, "attacks=.*: must be a list of one or more"),
+        ({"attacks": ["patchembed", "crafted"]}, "attacks=crafted: .* set server=active"),
+        ({"every": 0}, "every=0: must be a whole number, >= 1"),
+        ({"every": True}, "every=True: must be an integer"),
         ({"limit": "psnr=loud"}, "limit='psnr=loud': must be METRIC=NUMBER"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from situs.audit.scores import BEST_PSNR
 from situs.audit.split.stage import (
     NONE,
     Scene,
+    Stage,
     check_places,
     cosine,
     leave_one_out_knn,
@@ -27,6 +29,7 @@ from situs.audit.split.stage import (
 from situs.backbones.base import Stream
 from situs.errors import SitusError
 from situs.locks.veil import Veil, parse_veil
+from situs.models import open_model
 
 
 @pytest.mark.parametrize("defence", ["none", "batch-shuffle=2", "batch-shuffle=4", "batch-shuffle"])
@@ -207,6 +210,39 @@ def test_noise_on_public_and_private_images_is_drawn_apart() -> None:
     held.z = held.side(veil).tokens
     torch.testing.assert_close(held.through(NONE), held.through(NONE, public=True))
     assert not torch.allclose(held.through(veil), held.through(veil, public=True))
+
+
+SEVERAL = torch.tensor([[1, 0, 0, -1], [1, 1, 0, -1], [0, -1, -1, -1], [1, 0, 1, 0], [0, 1, -1, 1]])
+"""Labels of three public and two private images that have any number of four classes."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"labels": None}, "the images have no labels"),
+        ({"labels": None, "unnamed": "their classes are others"}, "their classes are others"),
+        ({"unnamed": "their classes are others"}, "their classes are others"),
+        ({"labels": torch.arange(5) % 4}, None),
+        ({"labels": torch.arange(5) % 3}, None),
+        ({"labels": torch.arange(5)}, "VisionTransformer has no trained classifier for the labels"),
+        ({"labels": SEVERAL}, None),
+        ({"labels": SEVERAL[:, :3]}, "VisionTransformer has no trained classifier for the labels"),
+        ({"labels": SEVERAL.index_fill(0, torch.tensor([3, 4]), -1)}, "no label of the attacked images is known"),
+    ],
+)
+def test_why_nothing_can_be_said_of_labels(fields: dict[str, Any], why: str | None) -> None:
+    half = torch.full((3,), 0.5)
+    model = open_model(classifier().model, img_size=16)
+    model.backbone.double()
+    held = Stage(model, pictures(5) * 2 - 1, 3, half, half, **{"labels": torch.arange(5) % 4, **fields})
+    assert held.unlabelled == why
+    if fields.get("labels") is SEVERAL:  # a class that is as often there as not is not guessed
+        guess = [int((SEVERAL[:3, k] == 1).sum() > (SEVERAL[:3, k] == 0).sum()) for k in range(4)]
+        right = [SEVERAL[row, k] == guess[k] for row in (3, 4) for k in range(4) if SEVERAL[row, k] >= 0]
+        assert held.commonest() == {"labels": pytest.approx(sum(map(int, right)) / len(right))} and len(right) == 7
+        assert held.keeps(NONE).knn is None
+    else:
+        assert held.commonest() == {}
 
 
 def test_public_and_private_images_are_apart_and_labels_with_the_private() -> None:
