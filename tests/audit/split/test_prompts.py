@@ -307,6 +307,24 @@ def test_a_guide_is_a_regression_and_its_distances_are_those_of_what_that_leaves
     torch.testing.assert_close(again.expected, noisy.expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_place_moves_the_words_as_far_as_in_the_model_itself(kind: str, scene: Any) -> None:
+    """And a shortlist of the words at the first place has those that are nearest at the others."""
+    backbone, known, _ = scene(kind)
+    words = torch.arange(WORDS)
+    at_place = states_at(backbone, words[:, None].expand(-1, 8).contiguous(), [0])[0]
+    for place in (0, 1, 7):
+        torch.testing.assert_close(known[0].states_of(words, place), at_place[:, place])
+        torch.testing.assert_close(known[0].moved(place), (at_place[:, place] - at_place[:, 0]).mean(dim=0))
+        for state in at_place[::9, place]:
+            far = (at_place[:, place] - state).square().sum(dim=1)
+            assert known[0].nearest(state, place, 5)[:2].tolist() == far.argsort()[:2].tolist()
+            noisy = replace(known[0], sigma=2.0)
+            log = 3 * torch.randn(WORDS, generator=torch.Generator().manual_seed(place)).double()
+            found = noisy.nearest(state, place, 15, log)
+            assert found.tolist() == (far - 8 * log).argsort()[:15].tolist()
+
+
 def test_a_misfit_is_in_units_of_what_rounding_wire_and_noise_predict(scene: Any) -> None:
     _, known, _ = scene("bert")
     parts = {"rounding": 0.3, "wire": 0.4, "sigma": 0.5, "typical": 2.0}
