@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from situs.audit.captured import Captured
@@ -214,6 +215,10 @@ def test_the_largest_dropout_that_was_on_counts() -> None:
 def test_inputs_that_differ_by_rounding_are_the_same() -> None:
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert same(x, x) and same(x * (1 + 1e-7), x) and not same(x * 1.01, x) and not same(x[:50], x)
+
+
+def test_imagenets_normalisation_is_timms() -> None:
+    assert IMAGENET == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 
 
 HALF = ((0.5,) * 3, (0.5,) * 3)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, restore, unclustered
+from situs.audit.split.attackers import (
+    ATTACKS,
+    Restored,
+    SplitFinding,
+    _lacked,
+    attack,
+    restore,
+    unclustered,
+)
 from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
@@ -152,6 +161,23 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
 
 def test_every_attacker_says_what_it_knows() -> None:
     assert all(knows for _, knows in ATTACKS.values())
+
+
+@pytest.mark.parametrize(
+    ("scores", "samples", "first", "why"),
+    [
+        ({"channels": 0.9}, 15, "", "with only 15 samples, some channels may not be identified"),
+        ({"channels": 0.9}, 16, "", ""),
+        ({"channels": 1.0}, 15, "", ""),
+        ({}, 2, "", ""),
+        ({"channels": 0.9}, 15, "another reason", "another reason"),
+    ],
+)
+def test_few_samples_are_a_reason_where_channels_are_not_known(
+    scores: dict[str, float], samples: int, first: str, why: str
+) -> None:
+    scene: Any = SimpleNamespace(stage=SimpleNamespace(z=torch.zeros(samples)))
+    assert _lacked(scene, Restored(torch.zeros(0), torch.zeros(0), scores, torch.zeros(0)), first) == why
 
 
 @pytest.mark.parametrize(("samples", "width", "few"), [(3, 8, False), (3, 9, True), (1, 1, True)])

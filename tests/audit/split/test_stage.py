@@ -245,6 +245,25 @@ def test_why_nothing_can_be_said_of_labels(fields: dict[str, Any], why: str | No
         assert held.commonest() == {}
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_decoder_learns_under_noise_of_its_own_at_each_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn by the number of the step and the seed, for whoever repeats it; other defences are what a client sends."""
+    held, seen = stage(public=20), list[Any]()
+    held.seed = seed
+    monkeypatch.setattr("situs.audit.split.stage.learn", lambda *given, **named: seen.append((given, named)))
+    for text in ("noise=0.5", "lowpass=0.5", "batch-shuffle=4", "none"):
+        held.decoder(parse_veil(text))
+    assert [named["changes"] for _, named in seen] == [True, False, True, False]
+    assert all(named["seed"] == seed and named["prefix"] == 1 for _, named in seen)
+    (send, z, patches), side = seen[0][0], held.side(parse_veil("noise=0.5"))
+    assert z is side.tokens and patches is held.patches
+    for step in (0, 7):
+        drawn = torch.randn(z.shape, generator=torch.Generator().manual_seed(1000 * seed + step), dtype=z.dtype)
+        torch.testing.assert_close(send(z, step), z + 0.5 * side.scale * drawn)
+    for text, ((send, z, _), _) in zip(("lowpass=0.5", "batch-shuffle=4", "none"), seen[1:], strict=True):
+        assert torch.equal(send(z, 4), held.sent(z, parse_veil(text), 1004).seen)
+
+
 def test_public_and_private_images_are_apart_and_labels_with_the_private() -> None:
     assert len(STAGE.z) == len(STAGE.pictures) == 6 and len(STAGE.patches) == 60
     torch.testing.assert_close(STAGE.pictures, (STAGE.inputs + 1) / 2)
