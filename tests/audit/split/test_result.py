@@ -109,10 +109,10 @@ def test_every_attacker_has_a_row_and_the_first_names_the_setting() -> None:
         ("noise=1", [1.0], "noise=1 (σ relative to the run's tokens after training)."),
         ("noise=1", [0.5, 1.01], "noise=1 (σ relative to the run's tokens after training)."),
         (
-            "noise=1",
-            [1.02, 0.5],
+            "noise=0.5",
+            [0.25, 0.51],
             (
-                "noise=1 (σ relative to the run's tokens after training). In that training, the server received less "
+                "noise=0.5 (σ relative to the run's tokens after training). In that training, the server received less "
                 "noise than in the strongest setting of this page."
             ),
         ),
