@@ -124,6 +124,16 @@ def test_neurons_are_as_steep_as_the_eighth_strongest_on_all_but_a_few_tokens() 
     assert steep == (pytest.approx(13, rel=0.06), "it") and equal == (4, "it")
 
 
+def test_neurons_that_are_mostly_off_are_measured_about_their_mean() -> None:
+    """On for three tokens of ten: their mean distance from the mean is 2 · 0.3 · 0.7."""
+    sizes = torch.arange(1.0, 21)
+    on = (torch.rand(1000, 20, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    values: dict[str, tuple[float, str]] = {}
+    _measure_neurons("it", sizes * on - 5, values)
+    assert values["steep neurons"][0] == pytest.approx(1.25 * 0.42 * 13, rel=0.1)
+    assert values["equal answers"][0] == 1
+
+
 @pytest.mark.parametrize(("count", "noticed"), [(7, False), (8, True)])
 @pytest.mark.parametrize("part", ["up", "down"])
 def test_an_outlier_is_one_neuron_and_an_attack_needs_many(count: int, noticed: bool, part: str) -> None:
