@@ -21,11 +21,16 @@ from situs.audit import ChosenWeightsError, check_weights, guard
 from situs.audit.attacks.crafted import craft
 from situs.audit.chosen import (
     MEASURES,
+    Measure,
+    Reading,
     WeightCheck,
+    _measure_neurons,
+    _reading,
     compare,
     compare_others,
     directions,
     layers_of,
+    made_up_inputs,
     measure,
     order,
     others_of,
@@ -81,6 +86,153 @@ def test_the_chance_of_a_run_is_never_called_smaller_than_it_is() -> None:
         share = float((levels >= level).double().mean())
         assert share <= 10**-level + 1e-9 or level == 0.0
     assert order(torch.zeros(50)) == 0.0 and order(torch.arange(50.0)) > 60
+
+
+@pytest.mark.parametrize(("numbers", "run"), [([1, 2, 3, 4, 5], 5), ([9, 1, 2, 3, 4, 0], 4), ([1, 7, 6, 5, 4, 8], 4)])
+def test_a_run_of_numbers_is_as_rare_as_its_orders_are_many(numbers: list[int], run: int) -> None:
+    expected = -math.log10(2 * len(numbers) / math.factorial(run))
+    assert order(torch.tensor(numbers)) == pytest.approx(max(0.0, expected))
+
+
+def test_scores_are_0_at_the_usual_value_and_1_at_the_limit_and_half_at_their_geometric_mean() -> None:
+    times, decades = Measure("{}", 2, 32), Measure("{}", 1, 6, "decades")
+    for measure_, values in ((times, (0.0, 1, 2, 8, 32, 512)), (decades, (-1, 0, 1, 3.5, 6, 11))):
+        assert [measure_.score(value) for value in values] == pytest.approx([0, 0, 0, 0.5, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("public", "score"), [(None, 2.0), (1.0, 2.0), (2 * 16**0.8, 2.0), (32.0, 1.6), (512.0, 0.8), (2**13, 8 / 15)]
+)
+def test_what_the_public_model_shows_and_a_quarter_more_is_excused(
+    public: float | None, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MEASURES, "flat attention", Measure("{}", 2, 32))
+    found = _reading("flat attention", (512.0, "here"), None if public is None else (public, "there"))
+    assert found == ("flat attention", 512.0, "here", pytest.approx(score), public)
+
+
+def test_neurons_are_as_steep_as_the_eighth_strongest_on_all_but_a_few_tokens() -> None:
+    """Sums of known deviations; one token in fifty is a sink, far beyond all others."""
+    sizes = torch.arange(1.0, 21)
+    chance = torch.Generator().manual_seed(0)
+    sums = sizes * torch.randn(3, 1000, 20, generator=chance) + 7
+    sums[:, ::50] = 1e4
+    sums[..., 3:6] = sums[..., 19:] * torch.tensor([0.01, -0.02, 0.03])
+    values: dict[str, tuple[float, str]] = {}
+    _measure_neurons("it", sums, values)
+    steep, equal = values["steep neurons"], values["equal answers"]
+    assert steep == (pytest.approx(13, rel=0.06), "it") and equal == (4, "it")
+
+
+def test_neurons_that_are_mostly_off_are_measured_about_their_mean() -> None:
+    """On for three tokens of ten: their mean distance from the mean is 2 · 0.3 · 0.7."""
+    sizes = torch.arange(1.0, 21)
+    on = (torch.rand(1000, 20, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    values: dict[str, tuple[float, str]] = {}
+    _measure_neurons("it", sizes * on - 5, values)
+    assert values["steep neurons"][0] == pytest.approx(1.25 * 0.42 * 13, rel=0.1)
+    assert values["equal answers"][0] == 1
+
+
+@pytest.mark.parametrize(("count", "noticed"), [(7, False), (8, True)])
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_an_outlier_is_one_neuron_and_an_attack_needs_many(count: int, noticed: bool, part: str) -> None:
+    public, changed = vit(), vit()
+    mlp = changed.parts()[2].mlp
+    with torch.no_grad():
+        if part == "up":
+            mlp.up[0].weight[:count] *= 1.5
+        else:
+            mlp.down.weight[:, :count] *= 1.5
+    distance, (ratio, name) = compare(layers_of(changed), layers_of(public), "public")
+    assert distance == 0 and (ratio > 400) is noticed
+    assert name == ("blocks.2.mlp.fc1" if part == "up" else "blocks.2.mlp.fc2") if noticed else ratio < 1
+
+
+def test_a_neuron_that_changed_is_held_against_the_median_of_its_layer() -> None:
+    """Rows of equal length, all moved by a tenth, ten of them by seven tenths."""
+    public, changed = vit(), vit()
+    with torch.no_grad():
+        for one in (public, changed):
+            weight = one.parts()[1].mlp.up[0].weight
+            weight /= weight.norm(dim=1, keepdim=True)
+        weight *= 1.1
+        weight[:10] *= 1.7 / 1.1
+    distance, (ratio, name) = compare(layers_of(changed), layers_of(public), "public")
+    assert (ratio, name, distance) == (pytest.approx(7, rel=1e-4), "blocks.1.mlp.fc1", 0.0)
+
+
+@pytest.mark.parametrize("kind", ["vit", "GPT2LMHeadModel"])
+def test_layers_are_the_matrices_that_the_models_own_layers_multiply_with(kind: str) -> None:
+    torch.manual_seed(0)
+    own = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    backbone: Any = vit() if kind == "vit" else small_hf(kind, **own)
+    depth, layers, calls = len(backbone.parts()), layers_of(backbone), dict[int, Any]()
+    assert [layer.part for layer in layers] == ["query", "key", "value", "out", "up", "down"] * depth
+    for layer in layers:
+        if layer.module is not None:
+            layer.module.register_forward_hook(lambda module, given, out: calls.update({id(module): (given[0], out)}))
+    inputs = made_up_inputs(backbone)
+    backbone(inputs)
+    ups = [layer for layer in layers if layer.part == "up"]
+    assert len(calls) == len(ups) == depth
+    for layer in ups:
+        given, out = calls[id(layer.module)]
+        torch.testing.assert_close(given @ layer.weight.T + layer.bias, out)
+    fused = backbone.parts()[0].attention.qkv[0].weight
+    fused = fused if kind == "vit" else fused.T
+    torch.testing.assert_close(torch.cat([layer.weight for layer in layers[:3]]), fused.detach())
+
+
+@pytest.mark.parametrize(("side", "count"), [(16, 8), (48, 3), (96, 2)])
+def test_made_up_images_are_half_smooth_and_few_where_they_have_many_tokens(side: int, count: int) -> None:
+    images = made_up_inputs(small_vit(side, depth=1))
+    assert images.shape == (2 * count, 3, side, side)
+    rough = images.diff(dim=-1).square().flatten(1).mean(dim=1) / images.var(dim=(1, 2, 3))
+    assert bool((rough[:count] < rough[count:].min()).all()) and 1.8 < float(rough[count:].mean()) < 2.2
+
+
+def said(*scores: float, **more: Any) -> WeightCheck:
+    readings = [Reading(name, 50.0, f"layer {n}", scores[n]) for n, name in enumerate([*MEASURES][: len(scores)])]
+    return WeightCheck("it", more.pop("like", ""), tuple(readings), **more)
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "mark", "end"),
+    [
+        (said(1.0, 0.2), PASSED, "not noticed", "weights can be crafted to pass."),
+        (said(1.0, missing=("a", "b")), NOT_JUDGED, "inconclusive", "it: inconclusive: a; b."),
+        (said(missing=("a",)), NOT_JUDGED, "inconclusive", "it: inconclusive: a."),
+        (said(1.2, 1.0), ABOVE, "noticed", "(layer 0: 50 neurons have parallel weights; limit 8)."),
+        (said(1.3, 1.2, missing=("a",)), ABOVE, "noticed", "50 neurons have proportional outputs; limit 58)."),
+        (said(1.4, 1.3, 1.2), ABOVE, "noticed", "limit 58), and 1 more."),
+        (said(1.4, 1.3, 1.2, 1.1), ABOVE, "noticed", "limit 58), and 2 more."),
+    ],
+)
+def test_the_sentence_names_two_reasons_and_counts_the_others(
+    result: WeightCheck, status: int, mark: str, end: str
+) -> None:
+    assert (result.status, result.mark) == (status, mark)
+    assert result.sentence.startswith(f"it: {mark}") and result.sentence.endswith(end)
+    assert result.tone == ("bad" if status == ABOVE else "unsure")
+    assert result.numbers()["status"] == status and result.numbers()["noticed"] is (status == ABOVE)
+    assert result.summary().notes == (("a",) if status == ABOVE and result.missing else ())
+
+
+def test_the_table_has_the_public_models_values_and_a_note_on_the_distance() -> None:
+    one = said(12.346, 0.5, like="theirs", distance=0.69)
+    [table] = one.summary().tables
+    assert table.header[-2:] == ("layer", "public") and list(table.rows[0]) == [
+        "parallel neurons", 50.0, 8, 12.35, "layer 0", None,
+    ]  # fmt: skip
+    assert one.summary().numbers[0][0] == "12.3" and said().score == 0.0
+    assert one.figures()[0].values[0] == {"parallel neurons": (10.0, "bad"), "equal answers": (0.5, "")}
+    notes = [said(like="theirs", distance=far).summary().notes[-1] for far in (0.0, 0.69, 0.7)]
+    assert "equal to those of theirs, bit for bit" in notes[0]
+    assert "0.69 times their size, as after fine-tuning" in notes[1]
+    assert "0.7 times their size, so the models are unrelated" in notes[2]
+    [plain] = said(0.5).summary().tables
+    assert plain.header[-1] == "layer" and len(plain.rows[0]) == 5
 
 
 def test_random_weights_are_not_noticed_and_never_called_safe() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
-from situs.audit.attacks.base import Knowledge, spoiled, steps_off
+from situs.audit.attacks.base import Knowledge, Recovery, certificate_of, joined, known_numbers, spoiled, steps_off
 from situs.audit.client import rounded
 from situs.audit.defences import Noise, Step, create_defence
 
@@ -76,3 +79,96 @@ def test_noise_counts_from_the_size_of_what_is_rounded_off(kind: torch.dtype) ->
     sent = {"w": small.to(kind)}
     off = float((sent["w"].double() - small).square().mean().sqrt())
     assert counted(off / 2) == 0.0 and counted(2 * off) == 2 * off
+
+
+@pytest.mark.parametrize(
+    ("fact", "proves"),
+    [
+        ({"fits": True}, True),
+        ({"fits": None}, False),
+        ({}, False),
+        ({"fits": True, "rank": 48, "unknowns": 48}, True),
+        ({"fits": True, "rank": 47, "unknowns": 48}, False),
+        ({"fits": True, "sharp": True}, True),
+        ({"fits": True, "sharp": False}, False),
+        ({"fits": True, "sharp": False, "rank": 9, "unknowns": 8}, False),
+        ({"fits": True, "hidden": 1}, True),
+        ({"fits": True, "hidden": 2}, False),
+        ({"fits": True, "unseen": 3}, False),
+    ],
+)
+def test_an_image_is_proved_where_equations_fit_and_leave_nothing_open(fact: dict[str, Any], proves: bool) -> None:
+    """One patch without a place has the one that is left."""
+    found = certificate_of(fact)
+    everything = found.holds and found.unique and found.order_known and not found.unseen
+    assert everything is proves
+    assert found.unseen == fact.get("unseen", 0) and (found.residual, found.expected, found.verdict) == (None, None, "")
+
+
+def test_residuals_and_the_verdict_are_those_of_the_facts() -> None:
+    found = certificate_of({"residual": 0.25, "expected_residual": 0.5, "verdict": "it is dark", "rank": 2})
+    assert (found.residual, found.expected, found.verdict, found.holds) == (0.25, 0.5, "it is dark", False)
+    assert found.unique and certificate_of({"residual": 0.0}).residual == 0.0
+
+
+def test_recoveries_of_successive_uploads_are_one() -> None:
+    parts = [
+        Recovery(torch.full((n, 1, 2, 2), float(n)), [{"rank": n}] * n, partial=partial)
+        for n, partial in ((1, None), (2, "one of two"), (3, "none of three"))
+    ]
+    assert joined(parts[:1]) is parts[0]
+    whole = joined(parts)
+    assert whole.images[:, 0, 0, 0].tolist() == [1, 2, 2, 3, 3, 3] and whole.partial == "one of two"
+    assert [fact["rank"] for fact in whole.facts] == [1, 2, 2, 3, 3, 3]
+    assert [part.residual for part in whole.certificates] == [None] * 6
+
+
+def test_numbers_that_overflowed_are_unknown_and_others_are_exact() -> None:
+    largest = torch.finfo(torch.float16).max
+    sent = torch.tensor([1.5, largest, -largest, math.inf, -math.inf, math.nan, 65472.0, 0.0], dtype=torch.float16)
+    found = known_numbers(sent)
+    assert found.dtype == torch.float64
+    assert found.isnan().tolist() == [False, True, True, True, True, True, False, False]
+    assert found[[0, 6, 7]].tolist() == [1.5, 65472.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "autocast", "kind"),
+    [
+        (torch.float32, False, torch.float32),
+        (torch.float32, True, torch.bfloat16),
+        (torch.float16, True, torch.bfloat16),
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.float16, False, torch.float16),
+    ],
+)
+def test_the_coarser_of_upload_and_computation_is_in_the_numbers(
+    sent: torch.dtype, autocast: bool, kind: torch.dtype
+) -> None:
+    known = Knowledge(step=Step(autocast=autocast))
+    assert known.type_of(torch.zeros(2, dtype=sent)) == kind
+    assert known.forward == (torch.finfo(torch.bfloat16).eps if autocast else None)
+
+
+def test_what_adam_and_dropout_hide_proves_nothing() -> None:
+    said = [str(spoiled(Knowledge(step=step), 1.0)) for step in (Step(adam=True), Step(adam=True, local_steps=3))]
+    assert "the gradient of one step can be recovered only up to rounding" in said[0]
+    assert "the gradients of 3 steps cannot be recovered" in said[1]
+    assert "dropout (0.1)" in str(spoiled(Knowledge(step=Step(dropout=0.1)), 1.0))
+    kept = create_defence("topk=0.1")
+    assert kept.caveat and kept.caveat in str(spoiled(Knowledge(kept), 0.0))
+
+
+def test_numbers_that_were_not_sent_are_unknown_to_the_equations() -> None:
+    sent = {"w": torch.tensor([0.0, 2.0, 0.0])}
+    assert Knowledge().without_lost(sent)["w"] is sent["w"]
+    known = Knowledge(create_defence("topk=0.1")).without_lost(sent)["w"]
+    assert known.isnan().tolist() == [True, False, True] and known[1] == 2
+    assert not sent["w"].isnan().any()
+
+
+def test_a_zero_may_be_another_number_under_noise_and_even_steps() -> None:
+    steps = (Step(), Step(dtype=torch.int8), Step(dtype=torch.bfloat16))
+    assert [Knowledge(step=step).blurs for step in steps] == [False, True, False]
+    assert Knowledge(Noise(1e-9)).blurs and not Knowledge(Noise(0.0)).blurs
+    assert Knowledge(Noise(0.5)).noise_on(torch.ones(9)) == 0.5

@@ -155,6 +155,14 @@ def test_the_basis_is_orthonormal_and_whole_where_there_is_room() -> None:
     assert torch.equal(natural_basis((2, 2, 3), 12), torch.eye(12, dtype=torch.float64))
     smooth = torch.ones(24, dtype=torch.float64) / 24**0.5
     assert float((basis @ smooth).square().sum()) > 0.99
+    cells = [(row, column, channel) for row in range(3) for column in range(4) for channel in range(2)]
+    alike = torch.tensor([
+        [0.95 ** (abs(a[0] - b[0]) + abs(a[1] - b[1])) * (1.0 if a[2] == b[2] else 0.9) for b in cells] for a in cells
+    ], dtype=torch.float64)  # fmt: skip
+    for count in (1, 5, 10, 23):  # no other directions hold more: the sum of the largest values
+        some = natural_basis((3, 4, 2), count)
+        held = float((some @ alike @ some.T).trace())
+        assert held == pytest.approx(float(torch.linalg.eigvalsh(alike)[-count:].sum()))
 
 
 @pytest.mark.parametrize(

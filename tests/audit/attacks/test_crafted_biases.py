@@ -50,6 +50,15 @@ def test_one_image_is_read_exactly_from_biases_alone(changes: dict[str, Any]) ->
     assert recovery.facts[0]["fits"] is True and float((recovery.images - image).square().mean()) < 1e-6
 
 
+def test_in_float64_every_number_is_read_to_the_last_digits() -> None:
+    """Between two points of the table of slopes a line is followed: of 200,000 points the steps are larger by far."""
+    model, image = vit().double(), photographs(1).double()
+    attack, _ = written(model, 1)
+    upload = victim_gradients(model, image, torch.tensor([3]), step=Step(dtype=torch.float64))
+    alone, _ = attack.read(model, attack.planned(model, 1), upload, 1)
+    torch.testing.assert_close(alone, patchify(image, 4), rtol=0, atol=1e-8)
+
+
 def test_a_neurons_input_is_its_number_of_its_patch() -> None:
     """Independent of the reading: the hooked inputs are the pixels, over the deviation that each place has."""
     model, image = vit(), photographs(1)

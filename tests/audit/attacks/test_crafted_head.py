@@ -92,3 +92,10 @@ def test_under_noise_no_image_is_called_separated() -> None:
     upload = victim_gradients(model, images, torch.tensor([1, 2]), defence=defence)
     recovery = ChosenHead().recover(model, [upload], Knowledge(defence, Step(batch=2)))
     assert recovery.facts[0]["separated"] == 0 and recovery.images.isfinite().all()
+
+
+def test_a_model_of_few_neurons_is_read_all_the_same() -> None:
+    """Four a block: the heads copy, and no neuron."""
+    images = photographs(2)
+    recovery, _ = recovered(vit(mlp_ratio=4 / 96), images, torch.tensor([4, 0]))
+    assert recovery.facts[0]["separated"] == 2

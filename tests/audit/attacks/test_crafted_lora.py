@@ -153,3 +153,12 @@ def test_what_cannot_be_read_is_refused(model: Any, reason: str) -> None:
     model = model()
     refused = ChosenLora().prepare(model, [name for name, _ in model.named_parameters()], Knowledge())
     assert isinstance(refused, Refused) and reason in refused.reason
+
+
+def test_a_model_of_few_neurons_is_read_all_the_same() -> None:
+    """Four a block: the heads read, and no neuron."""
+    model, image = lora(mlp_ratio=4 / 96), photographs(1)
+    assert model.parts()[0].mlp.up[0].out_features == 4
+    attack, known = written(model, 1)
+    recovery = attack.recover(model, [victim_gradients(model, image, torch.tensor([3]))], known)
+    assert float((recovery.images - image).square().mean()) < 1e-8

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, restore
+from situs.audit.split.attackers import (
+    ATTACKS,
+    Restored,
+    SplitFinding,
+    _lacked,
+    attack,
+    restore,
+    unclustered,
+)
 from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
@@ -101,7 +110,7 @@ def test_pooled_labels_are_read_behind_a_batch_shuffle() -> None:
 
 
 def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.audit.split.attackers.LAYOUT_NEEDS", 40)
+    monkeypatch.setattr("situs.audit.split.attackers.LAYOUT_NEEDS", 48)
     many = stage(private=48, public=30)
     clear = tried(many, "no-embedding", "none", "rows").figures["places"]
     assert clear > 0.4  # of 16 places, 48 samples lay out most; what stands before the layout must lose none of them
@@ -116,6 +125,7 @@ def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch
         ("no-embedding", "none", ("rows",), "needs 100 samples, but there are only 12"),
         ("no-embedding", "batch-shuffle=4", (), "needs 100 samples, but there are only 12"),
         ("linkage", "batch-shuffle", (), "all samples are in one batch"),
+        ("linkage", "batch-shuffle=12", (), "all samples are in one batch"),
         ("repeats", "none", ("rows",), "there is no noise to average away"),
     ],
 )
@@ -151,6 +161,30 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
 
 def test_every_attacker_says_what_it_knows() -> None:
     assert all(knows for _, knows in ATTACKS.values())
+
+
+@pytest.mark.parametrize(
+    ("scores", "samples", "first", "why"),
+    [
+        ({"channels": 0.9}, 15, "", "with only 15 samples, some channels may not be identified"),
+        ({"channels": 0.9}, 16, "", ""),
+        ({"channels": 1.0}, 15, "", ""),
+        ({}, 2, "", ""),
+        ({"channels": 0.9}, 15, "another reason", "another reason"),
+    ],
+)
+def test_few_samples_are_a_reason_where_channels_are_not_known(
+    scores: dict[str, float], samples: int, first: str, why: str
+) -> None:
+    scene: Any = SimpleNamespace(stage=SimpleNamespace(z=torch.zeros(samples)))
+    assert _lacked(scene, Restored(torch.zeros(0), torch.zeros(0), scores, torch.zeros(0)), first) == why
+
+
+@pytest.mark.parametrize(("samples", "width", "few"), [(3, 8, False), (3, 9, True), (1, 1, True)])
+def test_a_covariance_needs_as_many_tokens_beyond_the_clusters_centres_as_channels(
+    samples: int, width: int, few: bool
+) -> None:
+    assert unclustered(samples, 4, width) is few
 
 
 def test_what_an_attacker_lacked_stands_beside_what_it_did() -> None:

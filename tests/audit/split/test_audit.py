@@ -11,6 +11,7 @@ import torch
 from builders import small_vit
 from safetensors.torch import save_file
 from sent import CLASSES, classifier, pictures
+from torch import nn
 
 from situs.audit.deadline import Deadline
 from situs.audit.split.attackers import attack
@@ -204,3 +205,9 @@ def test_models_that_cannot_be_attacked_are_refused() -> None:
     rotary = small_vit(32, name="vit_small_patch16_rope_224", depth=1, width=24, patch_size=None).model
     with pytest.raises(SitusError, match="RoPE"):
         audit_split(rotary, source())
+    whole = nn.Sequential(nn.Conv2d(3, 4, 16), nn.Flatten())
+    with pytest.raises(SitusError, match=r"does not support running on a sequence of tokens: .*it is your own module"):
+        audit_split(open_model(whole, img_size=16), source())
+    without = open_model(model(), img_size=16)
+    with pytest.raises(SitusError, match="was trained without positions"):
+        audit_split(replace(without, positions=False), source())

@@ -8,7 +8,7 @@ from sent import classifier, pictures, sent
 from sklearn.linear_model import LinearRegression
 
 from situs.audit.split import decoder
-from situs.audit.split.decoder import Linear, learn
+from situs.audit.split.decoder import Context, Linear, learn
 from situs.audit.split.stage import streams
 from situs.core.tokens import patchify
 
@@ -60,6 +60,74 @@ def test_it_stops_where_nothing_is_gained_and_keeps_the_best(monkeypatch: pytest
 
 def test_the_same_seed_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "CHECK", 3)
-    one, again = (learn(noisy, Z, patchify(PUBLIC, 4), prefix=1, seed=0, most=6) for _ in range(2))
-    assert one.steps
-    torch.testing.assert_close(one(SEEN[:, 1:]), again(SEEN[:, 1:]), rtol=0, atol=0)
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        torch.manual_seed(number)  # what was drawn before does not matter
+        found.append(learn(noisy, Z, patchify(PUBLIC, 4), prefix=1, seed=seed, most=6))
+    assert found[0].steps
+    one, again, other = (each(SEEN[:, 1:]) for each in found)
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def test_a_regression_says_what_it_leaves_and_gives_rows_of_unit_size() -> None:
+    rows, patches = noisy(Z, 0)[:, 1:], patchify(PUBLIC, 4)
+    linear = Linear.of(rows, patches)
+    found, features = linear(rows)
+    assert linear.error == pytest.approx(float((found - patches).square().sum() / patches.numel()) ** 0.5)
+    scaled, says = features.split((rows.shape[2], patches.shape[2]), dim=2)
+    centred = (rows - rows.mean(dim=0)).flatten(0, 1)
+    torch.testing.assert_close(scaled.flatten(0, 1), (centred / centred.std(dim=0)).float())
+    mean = patches.mean(dim=0)
+    torch.testing.assert_close(says, ((found - mean) / mean.std()).float())
+
+
+def test_what_the_context_adds_is_nothing_at_first() -> None:
+    assert bool((Context(4, 7, 5)(torch.randn(3, 4, 7)) == 0).all())
+
+
+def test_each_step_has_the_gradient_of_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last layer's bias: the mean of what is left, twice; one batch has all images."""
+    made, apart, step, new = [], [], torch.optim.AdamW.step, Context.__init__
+    chance = torch.Generator().manual_seed(0)
+    streams, patches = (torch.randn(n, generator=chance, dtype=torch.float64) for n in ((18, 4, 6), (18, 3, 5)))
+    linear = Linear.of(streams[3:, 1:].tanh(), patches[3:])
+    alone, features = linear(streams[3:, 1:].tanh())
+
+    def stepped(optimizer: torch.optim.AdamW, *given: object) -> object:
+        with torch.no_grad():
+            left = made[0](features) - ((patches[3:] - alone) / linear.error).float()
+        apart.append(made[0].leave.bias.grad - 2 * left.mean(dim=(0, 1)) / 5)
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(Context, "__init__", lambda self, *given: (made.append(self), new(self, *given))[1])
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    learn(lambda z, _: z.tanh(), streams, patches, prefix=1, seed=0, changes=False, most=4)
+    torch.testing.assert_close(torch.stack(apart), torch.zeros(4, 5), rtol=0, atol=1e-5)
+
+
+def test_gains_are_of_images_held_out_and_every_round_is_sent_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixth is held out; the rate rises to its full height until the first look; every round sees all rows once."""
+    calls, rates, step = [], [], torch.optim.AdamW.step
+    chance = torch.Generator().manual_seed(0)
+    streams, patches = (torch.randn(n, generator=chance, dtype=torch.float64) for n in ((115, 4, 6), (115, 3, 5)))
+
+    def send(z: torch.Tensor, number: int) -> torch.Tensor:
+        calls.append((len(z), number))
+        return z.tanh() + 0.1 * number
+
+    def stepped(optimizer: torch.optim.AdamW, *given: object) -> object:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    monkeypatch.setattr(decoder, "CHECK", 8)
+    patches[:, :, 0] = streams[:, [2, 3, 1], 0] * 3  # what other rows say
+    decode = learn(send, streams, patches, prefix=1, seed=0, most=16)
+    fitted, held = 96, 19
+    assert calls == [(fitted, 0), (held, 1), (fitted, 1), (fitted, 2 + 6), (fitted, 2 + 12)]
+    assert rates == pytest.approx([decoder.RATE * min(1, n / 8) for n in range(1, 17)])
+    rows = send(streams[:held], 1)[:, 1:]
+    left = [(found - patches[:held]).square().mean() for found in (decode(rows), decode.linear(rows)[0])]
+    assert decode.steps == 16 and decode.gain == pytest.approx(1 - float(left[0] / left[1]), rel=1e-4)
+    assert decode.gain > 0.01
+    torch.testing.assert_close(decode(rows), torch.cat([decode(row[None]) for row in rows]), rtol=0, atol=1e-5)

@@ -14,11 +14,17 @@ from torch import Tensor
 
 from situs.audit.split import prompts
 from situs.audit.split.prompts import (
+    Guide,
     Known,
     Prior,
+    Target,
     _inverted,
+    _moments,
+    _verdict,
+    _Whole,
     find_columns,
     find_rows,
+    nearest,
     read_prompt,
     states_at,
     study,
@@ -260,3 +266,129 @@ def test_a_guide_that_is_wrong_in_this_context_is_learned_anew(
     assert reading.certificate.holds and reading.words == tuple(text.tolist())
     monkeypatch.setattr("situs.audit.split.prompts.RELEARNED", words)
     assert read_prompt(sent(backbone, text, 2), wrong).tried > 1.5 * reading.tried
+
+
+def test_the_nearest_rows_are_first_and_a_bonus_is_taken_off_their_distance() -> None:
+    chance = torch.Generator().manual_seed(0)
+    rows, point, bonus = (torch.randn(*n, generator=chance, dtype=torch.float64) for n in ((30, 5), (5,), (30,)))
+    norms, far = rows.square().sum(dim=1), (rows - point).square().sum(dim=1)
+    assert nearest(rows, norms, point, 7).tolist() == far.argsort()[:7].tolist()
+    assert nearest(rows, norms, point, 99, bonus).tolist() == (far - bonus).argsort().tolist()
+
+
+def test_a_guide_is_a_regression_and_its_distances_are_those_of_what_that_leaves() -> None:
+    """By torch's least squares with a ridge as more rows; under noise the same as learned with that noise."""
+    chance = torch.Generator().manual_seed(0)
+    embedding, slope = (torch.randn(*n, generator=chance, dtype=torch.float64) for n in ((20, 4), (4, 6)))
+    words = torch.randint(20, (400,), generator=chance)
+    states = embedding[words] @ slope + 0.3 * torch.randn(400, 6, generator=chance, dtype=torch.float64) + 5
+    guide = Guide.learn(states, words, embedding)
+    x = (states - states.mean(dim=0)) / states.std(dim=0)
+    y = embedding[words] - embedding[words].mean(dim=0)
+    ridge = (prompts.RIDGE * 400 * y.var(dim=0).mean()).sqrt() * torch.eye(4)
+    by_hand = torch.linalg.lstsq(torch.cat([y, ridge]), torch.cat([x, torch.zeros(4, 6)])).solution
+    left = x - y @ by_hand
+    covariance = left.T @ left / 400 + prompts.SMALLEST * torch.eye(6)
+    said = (embedding - embedding[words].mean(dim=0)) @ by_hand
+    away = x[:9, None] - said
+    expected = torch.einsum("nvd,de,nve->nv", away, torch.linalg.inv(covariance), away)
+    found = (guide.whitened(states[:9])[:, None] - guide.expected).double().square().sum(dim=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(guide.norms, guide.expected.square().sum(dim=1))
+    assert guide.likeliest(guide.whitened(states[0]), 3).tolist() == expected[0].argsort()[:3].tolist()
+    log = 20 * torch.randn(20, generator=chance)
+    posterior = -expected[0] / 2 + log
+    assert guide.likeliest(guide.whitened(states[0]), 4, prior=log).tolist() == posterior.argsort().tolist()[:-5:-1]
+    moved = guide.offset(words[:50], states[:50] + 1)
+    torch.testing.assert_close(moved, (guide.whitened(states[:50] + 1) - guide.expected[words[:50]]).mean(dim=0))
+    noisy = Guide.learn(states, words, embedding, sigma=0.7)
+    again = prompts._noisy(guide, 0.7 / guide.spread)
+    torch.testing.assert_close(again.whiten, noisy.whiten)
+    torch.testing.assert_close(again.expected, noisy.expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_place_moves_the_words_as_far_as_in_the_model_itself(kind: str, scene: Any) -> None:
+    """And a shortlist of the words at the first place has those that are nearest at the others."""
+    backbone, known, _ = scene(kind)
+    words = torch.arange(WORDS)
+    at_place = states_at(backbone, words[:, None].expand(-1, 8).contiguous(), [0])[0]
+    for place in (0, 1, 7):
+        torch.testing.assert_close(known[0].states_of(words, place), at_place[:, place])
+        torch.testing.assert_close(known[0].moved(place), (at_place[:, place] - at_place[:, 0]).mean(dim=0))
+        for state in at_place[::9, place]:
+            far = (at_place[:, place] - state).square().sum(dim=1)
+            assert known[0].nearest(state, place, 5)[:2].tolist() == far.argsort()[:2].tolist()
+            noisy = replace(known[0], sigma=2.0)
+            log = 3 * torch.randn(WORDS, generator=torch.Generator().manual_seed(place)).double()
+            found = noisy.nearest(state, place, 15, log)
+            assert found.tolist() == (far - 8 * log).argsort()[:15].tolist()
+
+
+def test_a_misfit_is_in_units_of_what_rounding_wire_and_noise_predict(scene: Any) -> None:
+    _, known, _ = scene("bert")
+    parts = {"rounding": 0.3, "wire": 0.4, "sigma": 0.5, "typical": 2.0}
+    plain = replace(known[1], **{**parts, "sigma": 0.0})
+    given = torch.tensor([[3.0, -1.0], [0.0, 2.0]], dtype=torch.float64)
+    errors = [[(0.3 * (abs(z) + 2)) ** 2 + (0.4 * z) ** 2 for z in row] for row in given.tolist()]
+    torch.testing.assert_close(plain.error(given), torch.tensor(errors, dtype=torch.float64).sqrt())
+    noisy = replace(plain, sigma=0.5)
+    torch.testing.assert_close(noisy.error(given).square(), plain.error(given).square() + 0.25)
+    target = Target.of(given, noisy, ordered=False)
+    other = given + noisy.error(given) * torch.tensor([[1.0, 3.0], [2.0, 0.0]])
+    assert target.misfit(other).tolist() == pytest.approx([5.0, 2.0])
+    expected = float(noisy.error(given).norm() / given.norm())
+    assert target.relative(9.0) == pytest.approx((3 * expected, expected))
+    order = Target.of(given, noisy, ordered=True)
+    assert order.misfit(given.flip(1)).tolist() == [0.0, 0.0] and target.misfit(given.flip(1)).min() > 0
+    assert plain.limit == 900.0  # thirty deviations, and no chance among them
+
+
+def test_moments_and_verdicts_by_hand() -> None:
+    rows = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, -3.0]])
+    torch.testing.assert_close(_moments(rows), torch.tensor([[3.0, 7**0.5, 6.0, 1.0], [-1.0, 3**0.5, 0.0, -3.0]]))
+    torch.testing.assert_close(_moments(rows.flip(1)), _moments(rows))
+    assert _verdict([True, True], 2, 2) == ""
+    assert _verdict([True, False, False], 0, 3) == "no word tried at position 2 reproduces the state that was sent"
+    assert _verdict([True] * 3, 1, 3) == "at 2 positions a second word is equally likely"
+
+
+def test_words_of_a_whole_text_are_changed_where_the_sum_of_states_comes_nearer(scene: Any) -> None:
+    """Every other word at one place, and all texts of three words, against the model's own states."""
+    backbone, known, private = scene("bert")
+    text = private[1][:3]
+    target = Target.of(sent(backbone, text, 1), known[1], ordered=False)
+    infinite = torch.full((3,), torch.inf, dtype=torch.float64)
+    whole = _Whole(known[1], target, text, torch.zeros(3, 48), infinite, [False] * 3)
+    wrong = text.clone()
+    wrong[1] = (text[1] + 1) % WORDS
+    assert whole.take(wrong) and not whole.take(wrong) and torch.equal(whole.words, wrong)
+    assert not whole.fits and (whole.tried, whole.costs) == (2, 6)
+    torch.testing.assert_close(whole.states, sent(backbone, wrong, 1))
+    torch.testing.assert_close(whole.misfit, target.misfit(whole.states))
+    others = torch.tensor([wrong[1], (text[1] + 2) % WORDS, (text[1] + 3) % WORDS])
+    every = [torch.tensor([text[0], word, text[2]]) for word in others]
+    sums = [float(target.misfit(sent(backbone, each, 1)).sum()) for each in every]
+    best = sums.index(min(sums))
+    assert whole.change(1, others) is (best > 0) and torch.equal(whole.words, every[best])
+    assert whole.tried == 5  # the word that is there is tried once
+    assert whole.change(1, torch.arange(WORDS)) and torch.equal(whole.words, text) and whole.fits
+    assert whole.sure == [False, True, False] and not whole.change(1, others)
+    torch.testing.assert_close(whole.states, sent(backbone, text, 1))
+    assert whole.costs == 3 * (5 + WORDS + 4)
+    assert not replace(whole, known=replace(known[1], sigma=1e-3)).fits  # noise alone could be as near
+
+
+@pytest.mark.parametrize("computed", [0, 400])
+def test_the_states_computed_for_one_text_are_limited(
+    computed: int, scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For states of no text: one round ends at the limit, up to the words of one place."""
+    _, known, _ = scene("bert")
+    seen = 3 * torch.randn(6, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(prompts, "_inverted", lambda *_: iter(()))
+    monkeypatch.setattr(prompts, "COMPUTED", computed)
+    reading = read_prompt(seen, known[1])
+    costs = reading.tried * 6
+    assert not reading.certificate.holds and reading.cut is None
+    assert costs == 6 if not computed else computed < costs <= computed + 6 * (1 + prompts.CHANGES * 4**2)

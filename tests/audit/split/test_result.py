@@ -44,6 +44,8 @@ def test_a_score_is_above_where_it_is_clearly_more_than_a_guess(score: str, limi
         (exposure,) = exposures_of({score: value}, blind, 4)
         assert exposure.above is (value > limit)
         assert exposure.metric.name == score
+    (exposure,) = exposures_of({score: limit}, blind, 4)
+    assert exposure.above is (limit == 20)  # a picture counts as recognised from there on
 
 
 def test_the_best_of_a_score_and_of_the_pictures() -> None:
@@ -81,6 +83,82 @@ def test_the_table_has_blind_guesses_first_and_the_scores_that_somebody_has() ->
         ["rows", "0.900", "order", "the embedding", "100.0 %", "30.0 dB"],
         ["noise=1 + rows", "0.900", "none was tried", None, None, None],
     ]
+
+
+def test_every_attacker_has_a_row_and_the_first_names_the_setting() -> None:
+    """Utility in percent, but for the features' cosine; the paper's table has the two most telling measures."""
+    kept = Kept(0.9, neighbours=0.8, knn=0.7, probe=0.6, accuracy=0.5)
+    one = setting(parse_veil("noise=1"), kept, done("decoder", psnr=8.0), done(psnr=30.0))
+    made = table("m", [one], {})
+    telling = ["50.0 %", "70.0 %", "60.0 %", "80.0 %", "0.900"]
+    assert list(made.header) == [
+        "client sends", "accuracy", "kNN", "probe", "neighbours", "features", "attacker", "knows", "psnr",
+    ]  # fmt: skip
+    assert [list(row) for row in made.rows] == [
+        ["noise=1", *telling, "decoder", "the embedding, but does not undo permutations", "8.0 dB"],
+        ["", *[""] * 5, "order", "the embedding", "30.0 dB"],
+    ]
+    paper = paper_table([one])
+    assert list(paper.header[:4]) == ["", "accuracy", "kNN", "decoder ssim"]
+    assert list(paper.rows[0][:3]) == ["GN (noise=1)", *telling[:2]]
+
+
+@pytest.mark.parametrize(
+    ("trained", "tested", "said"),
+    [
+        ("noise=1", [1.0], "noise=1 (σ relative to the run's tokens after training)."),
+        ("noise=1", [0.5, 1.01], "noise=1 (σ relative to the run's tokens after training)."),
+        (
+            "noise=0.5",
+            [0.25, 0.51],
+            (
+                "noise=0.5 (σ relative to the run's tokens after training). In that training, the server received less "
+                "noise than in the strongest setting of this page."
+            ),
+        ),
+        (
+            "noise=1",
+            [],
+            "noise=1 (σ relative to the run's tokens after training). This audit did not test that defence.",
+        ),
+        ("lowpass=0.5", [3.0], "lowpass=0.5. This audit did not test that defence."),
+    ],
+)
+def test_the_defence_of_the_training_is_compared_with_those_audited(
+    trained: str, tested: list[float], said: str
+) -> None:
+    settings = [found(done(psnr=8.0)), *(found(done(psnr=8.0), defence=f"noise={each}") for each in tested)]
+    one = audit(*settings, trained=parse_veil(trained))
+    assert one.summary().notes[0] == f"This run was trained with the defence {said}"
+    assert one.numbers()["trained_under"] == trained and audit().numbers()["trained_under"] is None
+
+
+@pytest.mark.parametrize(
+    ("skipped", "tested", "said"),
+    [(1, 1, "noise=1 + rows"), (2, 2, "everywhere"), (6, 8, ", ".join(f"noise={n} + rows" for n in range(1, 7))),
+     (7, 8, "7 of 8 settings"), (8, 8, "everywhere")],
+)  # fmt: skip
+def test_settings_of_a_reason_are_named_as_long_as_they_are_few(skipped: int, tested: int, said: str) -> None:
+    settings = [
+        found(done(psnr=8.0), *([SKIPPED] if number <= skipped else []), defence=f"noise={number}")
+        for number in range(1, tested + 1)
+    ]
+    assert audit(*settings).summary().notes[0].endswith(f"the images have no labels ({said}).")
+
+
+def test_settings_that_were_never_started_are_left_out() -> None:
+    never = found(SplitFinding("order", "", "not_run"), SplitFinding("decoder", "", "not_run"), defence="noise=1")
+    begun = found(done("decoder", psnr=8.0), SplitFinding("order", "", "not_run"))
+    assert [str(one.veil) for one in audit(begun, never).settings] == ["rows"]
+    assert verdict(audit(never)) == "No attack was run, so nothing is known about privacy."
+    assert audit(never).summary().notes == ()
+    stopped = audit(begun, never, stopped="Ctrl-C")
+    assert "Not tried (such an attack may still succeed): order: stopped by Ctrl-C (rows)." in stopped.summary().notes
+
+
+def test_a_picture_counts_as_recognised_from_twenty_decibels_on() -> None:
+    for value, said in ((20.0, "the server recovers the samples"), (19.999, "the best attack that ran reaches")):
+        assert said in verdict(audit(found(done(psnr=value))))
 
 
 def test_the_papers_table_has_its_rows_its_attacker_and_the_one_who_undoes_permutations() -> None:
@@ -195,6 +273,8 @@ def test_what_was_stopped_says_so_before_anything_else() -> None:
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
     assert verdict(audit(*settings)).endswith("from the gradients at the cut: 50.0 % to 100.0 %.")
+    guessed = verdict(audit(*settings, blind={"commonest": {"labels": 0.25}, "other": {"labels": 0.125}}))
+    assert guessed.endswith("from the gradients at the cut: 50.0 % to 100.0 % (25.0 % by a blind guess).")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
     assert unnamed.endswith("cannot name the classes): 90.0 %.")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from builders import small_vit
@@ -9,12 +12,13 @@ from sent import classifier, pictures, sent, stage, streams_of
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import LeaveOneOut
 from sklearn.neighbors import KNeighborsClassifier
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 
 from situs.audit.scores import BEST_PSNR
 from situs.audit.split.stage import (
     NONE,
     Scene,
+    Stage,
     check_places,
     cosine,
     leave_one_out_knn,
@@ -25,6 +29,7 @@ from situs.audit.split.stage import (
 from situs.backbones.base import Stream
 from situs.errors import SitusError
 from situs.locks.veil import Veil, parse_veil
+from situs.models import open_model
 
 
 @pytest.mark.parametrize("defence", ["none", "batch-shuffle=2", "batch-shuffle=4", "batch-shuffle"])
@@ -88,6 +93,10 @@ def test_neighbours_that_stay() -> None:
     mixed = neighbours(other, FEATURES)
     assert mixed is not None and 0 < mixed < 0.5  # five of 29 by chance: 17 %
     assert neighbours(FEATURES[:10], FEATURES[:10]) is None
+    few = [cosine_similarity(part[:11, None], part[None, :11], dim=2) for part in (other, FEATURES)]
+    near = [[set(row.argsort(descending=True).tolist()[1:6]) for row in alike] for alike in few]
+    stayed = [len(one & two) / 5 for one, two in zip(*near, strict=True)]
+    assert neighbours(other[:11], FEATURES[:11]) == pytest.approx(sum(stayed) / 11)
 
 
 def test_knn_leaves_each_sample_out() -> None:
@@ -100,6 +109,14 @@ def test_knn_leaves_each_sample_out() -> None:
         counts = [(int((votes == vote).sum()), -place) for place, vote in enumerate(votes)]
         right += int(votes[-max(counts)[1]] == LABELS[test][0])
     assert leave_one_out_knn(FEATURES, LABELS) == pytest.approx(right / 30)
+
+
+def test_a_class_that_two_neighbours_have_goes_before_a_nearer_one_and_of_four_samples_three_are_looked_at() -> None:
+    """Angles from the first: the nearest of another class, then two of its own; and a tie goes to the nearest."""
+    angles = torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64)
+    features = torch.stack([angles.cos(), angles.sin()], dim=1)
+    assert leave_one_out_knn(features, torch.tensor([1, 0, 1, 1])) == 0.75
+    assert leave_one_out_knn(features[:3], torch.tensor([1, 1, 0])) == pytest.approx(2 / 3)
 
 
 def test_the_probe_leaves_each_sample_out() -> None:
@@ -162,6 +179,90 @@ def test_scores_at_their_ends() -> None:
     assert STAGE.scores(one)["best psnr"] == BEST_PSNR > STAGE.scores(one)["psnr"]
     turned = STAGE.scores(STAGE.pictures.unflatten(3, (4, 4)).flip(3).flatten(3, 4))  # columns of patches change places
     assert turned["patch psnr"] == BEST_PSNR and turned["psnr"] < 40
+
+
+def test_what_costs_most_looks_at_the_first_pictures_alone() -> None:
+    held = stage(private=26, public=15)
+    assert held.thin is None  # ten tokens per channel
+    assert stage(private=1, public=14).thin == "14 public images have 224 tokens of 24 channels"
+    shown = held.pictures.clone()
+    shown[24:] = 0.5
+    scores = held.scores(shown)
+    assert (scores["ssim"], scores["fsim"]) == (pytest.approx(1), pytest.approx(1))
+    shown[23] = 0.5
+    after = held.scores(shown)
+    assert after["ssim"] < 0.99 and after["fsim"] < 1 - 1e-6
+    psnrs = [10 * math.log10(1 / float((held.pictures[n] - 0.5).square().mean())) for n in range(23, 26)]
+    assert scores["psnr"] == pytest.approx((24 * BEST_PSNR + psnrs[1] + psnrs[2]) / 26)
+
+
+def test_utility_is_that_of_public_and_private_images_together() -> None:
+    """Features of the model's own forward pass, the public images first, and labels of both."""
+    every = torch.cat([STAGE.public, STAGE.inputs])
+    features = STAGE.backbone.model.forward_features(every)[:, 0]
+    labels, kept = torch.arange(66) % 4, STAGE.keeps(NONE)
+    assert kept.knn == pytest.approx(leave_one_out_knn(features.detach(), labels))
+    assert kept.probe == pytest.approx(leave_one_out_probe(features.detach(), labels))
+
+
+def test_noise_on_public_and_private_images_is_drawn_apart() -> None:
+    held, veil = stage(), parse_veil("noise=1")
+    held.z = held.side(veil).tokens
+    torch.testing.assert_close(held.through(NONE), held.through(NONE, public=True))
+    assert not torch.allclose(held.through(veil), held.through(veil, public=True))
+
+
+SEVERAL = torch.tensor([[1, 0, 0, -1], [1, 1, 0, -1], [0, -1, -1, -1], [1, 0, 1, 0], [0, 1, -1, 1]])
+"""Labels of three public and two private images that have any number of four classes."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"labels": None}, "the images have no labels"),
+        ({"labels": None, "unnamed": "their classes are others"}, "their classes are others"),
+        ({"unnamed": "their classes are others"}, "their classes are others"),
+        ({"labels": torch.arange(5) % 4}, None),
+        ({"labels": torch.arange(5) % 3}, None),
+        ({"labels": torch.arange(5)}, "VisionTransformer has no trained classifier for the labels"),
+        ({"labels": SEVERAL}, None),
+        ({"labels": SEVERAL[:, :3]}, "VisionTransformer has no trained classifier for the labels"),
+        ({"labels": SEVERAL.index_copy(0, torch.tensor([3, 4]), SEVERAL[[2, 2]])}, None),
+        ({"labels": SEVERAL.index_fill(0, torch.tensor([3, 4]), -1)}, "no label of the attacked images is known"),
+    ],
+)
+def test_why_nothing_can_be_said_of_labels(fields: dict[str, Any], why: str | None) -> None:
+    half = torch.full((3,), 0.5)
+    model = open_model(classifier().model, img_size=16)
+    model.backbone.double()
+    held = Stage(model, pictures(5) * 2 - 1, 3, half, half, **{"labels": torch.arange(5) % 4, **fields})
+    assert held.unlabelled == why
+    if fields.get("labels") is SEVERAL:  # a class that is as often there as not is not guessed
+        guess = [int((SEVERAL[:3, k] == 1).sum() > (SEVERAL[:3, k] == 0).sum()) for k in range(4)]
+        right = [SEVERAL[row, k] == guess[k] for row in (3, 4) for k in range(4) if SEVERAL[row, k] >= 0]
+        assert held.commonest() == {"labels": pytest.approx(sum(map(int, right)) / len(right))} and len(right) == 7
+        assert held.keeps(NONE).knn is None
+    elif why is not None or not held.several:
+        assert held.commonest() == {}
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_decoder_learns_under_noise_of_its_own_at_each_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn by the number of the step and the seed, for whoever repeats it; other defences are what a client sends."""
+    held, seen = stage(public=20), list[Any]()
+    held.seed = seed
+    monkeypatch.setattr("situs.audit.split.stage.learn", lambda *given, **named: seen.append((given, named)))
+    for text in ("noise=0.5", "lowpass=0.5", "batch-shuffle=4", "none"):
+        held.decoder(parse_veil(text))
+    assert [named["changes"] for _, named in seen] == [True, False, True, False]
+    assert all(named["seed"] == seed and named["prefix"] == 1 for _, named in seen)
+    (send, z, patches), side = seen[0][0], held.side(parse_veil("noise=0.5"))
+    assert z is side.tokens and patches is held.patches
+    for step in (0, 7):
+        drawn = torch.randn(z.shape, generator=torch.Generator().manual_seed(1000 * seed + step), dtype=z.dtype)
+        torch.testing.assert_close(send(z, step), z + 0.5 * side.scale * drawn)
+    for text, ((send, z, _), _) in zip(("lowpass=0.5", "batch-shuffle=4", "none"), seen[1:], strict=True):
+        assert torch.equal(send(z, 4), held.sent(z, parse_veil(text), 1004).seen)
 
 
 def test_public_and_private_images_are_apart_and_labels_with_the_private() -> None:

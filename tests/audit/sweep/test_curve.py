@@ -14,8 +14,19 @@ from PIL import Image
 
 from situs.audit import audit_gradients, trace_defences
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Step
-from situs.audit.sweep.curve import IMAGES, Curves, Line, exact_patches, point_of, verdict
+from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.sweep.curve import (
+    IMAGES,
+    SHARES,
+    Curves,
+    Line,
+    Point,
+    _with,
+    curve_table,
+    exact_patches,
+    point_of,
+    verdict,
+)
 from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder
 from situs.errors import SitusError
 
@@ -112,3 +123,48 @@ def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_
     for cut in (point(_pair("tokens", [15.0], "1 of 2 images")), point(mean, undone=(("tokens", "none"),))):
         assert "below 20 dB at 1" not in said(cut) and "the attack was not finished (inconclusive) at 1." in said(cut)
     assert "exactly at no strength" in said(point(_pair("tokens", [99.0], "1 of 2 images")))
+
+
+def images(strength: str, psnr: float, worst: float, exact: float, **more: Any) -> Point:
+    return Point(strength, "d", "tokens", {"psnr": psnr, "worst": worst, "exact": exact}, **more)
+
+
+def test_the_sentence_names_where_all_came_back_and_where_little_did() -> None:
+    line = Line("noise", "none", "σ", [
+        images("0", 60.0, 70.0, 1.0),
+        images("0.1", 30.0, 70.0, 0.5),
+        images("0.2", 12.0, 20.0, 0.0),
+        images("0.3", 12.0, 19.99, 0.0),
+        images("0.4", 12.0, 12.0, 1.0, whole=False),
+        Point("0.5", "d", "", {}, reason="tokens: it does not apply"),
+    ])  # fmt: skip
+    said = verdict(Curves("m", [line], IMAGES, 2))
+    assert said == (
+        "noise, none: all images recovered exactly at 0; PSNR of the most exposed image below 20 dB at 0.3; the attack "
+        "was not finished (inconclusive) at 0.4, 0.5. If these attacks fail, another attack may still succeed."
+    )
+    header, rows = curve_table(Curves("m", [line], IMAGES, 2))
+    assert header[:5] == ["curve", "beside it", "strength", "attack", "PSNR, dB"] and len(header) == 9
+    assert rows[1] == ["noise", "none", "0.1", "tokens", "30", "70", "0.5", None, None]
+    assert rows[5][3:] == ["not attacked here", None, None, None, None, "tokens: it does not apply"]
+    ended = Line("noise", "none", "σ", [images("1", 33.333, 40.0, 0.5, ends=(30.0, 36.666))])
+    assert curve_table(Curves("m", [ended], IMAGES, 2))[1][0][4] == "33.3 [30, 36.7]"
+
+
+def test_words_are_counted_where_not_all_sentences_came_back() -> None:
+    def point(strength: str, sentences: float, words: float, **more: Any) -> Point:
+        return Point(strength, "d", "sentences", {"sentences": sentences, "words": words, "tokens": 0.0}, **more)
+
+    points = [point("fp32", 1.0, 1.0), point("fp16", 0.5, 0.75), point("int8", 0.0, 0.128, whole=False)]
+    said = verdict(Curves("m", [Line("precision", "sent", "type", points)], SHARES, 2))
+    assert said.startswith(
+        "precision, sent: all sentences recovered exactly at fp32; of the words 75 % at fp16, 13 % at int8; the attack "
+        "was not finished (inconclusive) at int8."
+    )
+    assert "exactly at fp32. If" in verdict(Curves("m", [Line("p", "sent", "type", points[:1])], SHARES, 2))
+
+
+def test_no_defence_beside_another_is_that_other_alone() -> None:
+    noise, none, withheld = Noise(1.0), NoDefence(), NoPositionGradient()
+    assert _with(noise, none) is noise and _with(none, noise) is noise and _with(none, none) == none
+    assert _with(noise, withheld).label == f"{noise.label} + {withheld.label}"

@@ -10,6 +10,7 @@ from tiny_texts import write_folder
 
 from situs.audit.deadline import Deadline
 from situs.audit.text.audit import SENT, WITHHELD, audit_texts, first_lines
+from situs.audit.text.victim import text_gradients
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED
 from situs.pages import make_page
@@ -45,6 +46,22 @@ def test_both_rows_of_an_encoder_come_back_whole(bert: Path, texts: Path) -> Non
     assert len(kept[-1].findings[0].reads) == 4
     assert audit.shown[8] == "w3" and audit.provenance.facts["texts"] == "4 of lines.txt"
     assert str(texts.parent) not in str(audit.to_json())
+
+
+def test_every_batch_has_draws_and_labels_of_its_own_and_both_rows_the_same(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Any]()
+
+    def gradients(victim: Any, sentences: Any, **options: Any) -> Any:
+        asked.append((len(sentences), options["labels"], options["seed"]))
+        return text_gradients(victim, sentences, **options)
+
+    monkeypatch.setattr("situs.audit.text.audit.text_gradients", gradients)
+    folder = write_folder(tmp_path / "it", "gpt2 classes")
+    found = audit_texts(folder, texts, batch=2, count=4, seed=5, defences=["noise=1"])
+    wanted = [(2, [0, 1], 5), (2, [0, 1], 5 + 2)]
+    assert len(found.findings) == 2 and asked == wanted
 
 
 def test_a_tied_embedding_says_no_more_and_is_not_attacked_twice(llama: Path, texts: Path) -> None:

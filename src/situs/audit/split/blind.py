@@ -213,7 +213,7 @@ def _profile(place: Tensor, table: Tensor, apart: Tensor) -> Tensor:
     """[N, N] over cells: how alike clusters that far apart are, on the average of a layout."""
     distance = apart[place][:, place].flatten()
     sums = torch.zeros(int(apart.max()) + 1, dtype=table.dtype).index_add_(0, distance, table.flatten())
-    return (sums / distance.bincount(minlength=len(sums)).clamp(min=1))[apart]
+    return (sums / distance.bincount(minlength=len(sums)))[apart]
 
 
 def _misfit(place: Tensor, tables: list[Tensor], apart: Tensor) -> float:

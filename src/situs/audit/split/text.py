@@ -297,10 +297,9 @@ class Prompts:
             if 0 in depths:
                 self._known[0] = replace(self._known[0], scale=self.unit)
         plain = self._known[row.depth]
-        kind = next(self.backbone.parameters()).dtype
-        eps = torch.finfo(torch.bfloat16 if self.rounded else kind).eps
+        wire = torch.finfo(torch.bfloat16).eps / 2 / math.sqrt(3) if self.rounded else 0.0
         sigma = row.veil.strength * plain.scale if row.veil.kind == "noise" else 0.0
-        return under_noise(plain, sigma, eps / 2 / math.sqrt(3) if self.rounded else 0.0)
+        return under_noise(plain, sigma, wire)
 
     @torch.no_grad()
     def sent(self, row: Row, number: int, scale: float) -> Tensor:
