@@ -386,7 +386,10 @@ def verdict(search: Remedies) -> str:
     """What a reader needs first."""
     if not search.with_setting:
         if search.stopped is not None:
-            return f"Stopped by {search.stopped} before a setting was found, so there is no result for any defence."
+            return (
+                f"The search was stopped by {search.stopped} before a setting was found, so there is no result for any "
+                "defence."
+            )
         return (
             f"No tested setting passes the gate {search.limit} against informed attackers. A setting to which no "
             f"attack applies is inconclusive (not a pass)."
