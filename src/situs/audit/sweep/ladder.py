@@ -343,8 +343,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine between the upload and the gradient without a defence "
-    "describes only one step. To measure the accuracy, train a model with the setting."
+    "The loss of accuracy was not measured. The cosine compares the upload with the gradient without a defence, "
+    "but only for one step. To measure the accuracy, train a model with the setting."
 )
 
 
