@@ -36,9 +36,9 @@ def test_looks_at_a_run_that_has_no_positions(trained, tmp_path: Path, capsys: p
     [
         (
             ["test_resnet", "--weights", "random"],
-            "test_resnet has no attention between all tokens: it is a",
+            "test_resnet: not every token attends to every other token: it is a",
         ),
-        ([*SWIN, "--weights", "random"], "has no attention between all tokens"),
+        ([*SWIN, "--weights", "random"], "not every token attends to every other token"),
         (["{one}", "--layer", "3"], "layer=3: must be in 1 to 2"),
         (["{one}", "--show", "0"], "show=0: must be >= 1"),
         (["{empty}"], "neither a run nor an export"),

@@ -74,7 +74,9 @@ def test_normalised_targets_ignore_a_patchs_brightness() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=0: must be in \(0, 1\)"):
         MAEConfig(mask_ratio=0)
-    with pytest.raises(SitusError, match=r"mask_ratio=0\.1: must hide at least one and show at least one of 6 patches"):
+    with pytest.raises(
+        SitusError, match=r"mask_ratio=0\.1: of 6 patches, at least one must be hidden and at least one visible"
+    ):
         make(mask_ratio=0.1)
     with pytest.raises(SitusError, match="decoder_width=30: must be a multiple of decoder_heads=4"):
         make(decoder_width=30)

@@ -72,7 +72,7 @@ def test_what_cannot_be_built_over_one_patch_says_why() -> None:
     assert {name for name, each in verdicts.items() if not each.holds} == {
         *("droppos", "droppos-official", "language", "mae", "mjp-official", "part")
     }
-    assert verdicts["mae"].reason == "mask_ratio=0.75: must hide at least one and show at least one of 1 patch"
+    assert verdicts["mae"].reason == "mask_ratio=0.75: of 1 patch, at least one must be hidden and at least one visible"
     assert verdicts["droppos"].reason.startswith("position_mask_ratio=0.75: is too small")
 
 

@@ -42,7 +42,7 @@ def test_a_whole_study_is_taken() -> None:
     [
         ("jobs.a.verbb", "x", "jobs.a.verbb: unknown key, perhaps verb"),
         ("jobs.a.verb", "train", "unknown verb 'train'; choose one of: audit "),
-        ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': is not the verb of a training"),
+        ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': does not train; "),
         ("jobs.b.after", "", "after: evaluate accuracy needs a model"),
         ("jobs.a.after", "b", "verb='pretrain': takes no model"),
         ("jobs.b.model", "vit=pretrained", "after and model: give only one of them"),

@@ -78,7 +78,7 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
         planned(study(), "huge")
     with pytest.raises(SitusError, match=r"scales.tiny\[0\]: matches no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
-    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is not the verb of a training"):
+    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': does not train; "):
         planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
 

@@ -42,7 +42,7 @@ def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
     found = result([table], measured={"date": "2026-11-16", "machine": "one H200"})
     assert found.rows[0][0][0].values == {0: 81.9}
     said = found.summary()
-    assert said.sentence.startswith("Our numbers were measured on 2026-11-16, on one H200, at scale paper with 1 seed.")
+    assert said.sentence.startswith("Our numbers were measured at scale paper with 1 seed (2026-11-16, one H200).")
     assert "Of 1 number 1 agrees with the paper" in said.sentence
     assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", None, None]]
 

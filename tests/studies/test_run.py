@@ -267,7 +267,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.0")
     found = run_study(study, str(images), out=out)
-    notes = [note for note in found.summary().notes if "different data for images" in note]
+    notes = [note for note in found.summary().notes if "the same data for images" in note]
     assert len(notes) == 1 and "pre-0, pre-1" in notes[0]
     assert str(tmp_path) not in json.dumps(found.to_json())
 

@@ -210,8 +210,8 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(
-                f"{name}: must shuffle patches on the grid {grid}, because the audit compares recovered images with "
-                "shuffled images",
+                f"{name}: must shuffle patches on the grid {grid}, so that the audit can shuffle the original images "
+                "in the same way",
                 field="method.shuffle",
             )
         mask, index = (torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
@@ -249,7 +249,7 @@ def verdict(comparison: Comparison) -> str:
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
     return " ".join(lines) or (
         "There is no verdict on MJP: either no model of this audit was trained with MJP, or no informed attack "
-        "applies to the models that were."
+        "applies to a model that was trained with MJP."
     )
 
 

@@ -40,8 +40,8 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "A recovered picture is certified if the attacker can prove, without the original, that it is right. The "
-        "equations must fit as closely as rounding and the given noise allow, have only one solution, and determine "
+        "A recovered picture is certified if the attacker can prove, without the original, that it is right: "
+        "the attack's equations fit up to rounding and the stated noise, have only one solution, and determine "
         "almost every pixel. The certified PSNR is the PSNR that this proof guarantees. The proof assumes that "
         "nobody altered the upload. Without reference images, no upload can pass a gate, because another attack may "
         "recover more."

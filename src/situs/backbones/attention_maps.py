@@ -41,7 +41,9 @@ def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
 def check_attention_maps(backbone: Backbone) -> None:
     """Refuses a model in which not every token attends to every other."""
     if "context" in backbone.refusals:
-        raise SitusError(f"{backbone.name} has no attention between all tokens: {backbone.refusals['context']}")
+        raise SitusError(
+            f"{backbone.name}: not every token attends to every other token: {backbone.refusals['context']}"
+        )
 
 
 def has_cls(backbone: Backbone) -> bool:

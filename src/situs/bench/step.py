@@ -28,10 +28,10 @@ Progress = Callable[["StepTable", str], None]
 
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
-ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
-step are its matrix products, including attention, but without recomputation. "Busy" is the share of a step in which the
-GPU runs a kernel: the time of the kernels in a profiled step, divided by the time of a step without profiling. The
-first step includes compilation.
+ceiling is the rate of one large matrix product in the same precision, measured in the same run. Only the matrix
+products of a step count as its operations: those of attention too, but not those of recomputation. "Busy" is the share
+of a step in which the GPU runs a kernel: the time of the kernels in a profiled step, divided by the time of a step
+without profiling. The first step includes compilation.
 """
 
 

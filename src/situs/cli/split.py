@@ -52,7 +52,7 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give either a folder of certificates (situs split certs makes certificates for tests) or plaintext",
+                "give either a folder of certificates (for tests, make one with situs split certs) or plaintext",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)
@@ -333,8 +333,8 @@ class Infer(ClientArgs):
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local, because with a server the rows are permuted as in "
-                "training; do not set permute",
+                "permute: applies only with server=local; with another server, the rows are always permuted "
+                "as in training; do not set permute",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

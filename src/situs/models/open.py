@@ -313,8 +313,8 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; if it is a timm name, also give weights: a file, {PUBLISHED} "
-            f"(published by timm) or {RANDOM}",
+            f"{name}: is neither a run nor an export; if it is a timm name, also give weights: a file, "
+            f"{PUBLISHED!r} (published by timm) or {RANDOM!r}",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights

@@ -151,7 +151,7 @@ class Job(Checked):
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
             raise SitusError(
-                f"verb={self.verb!r}: is not the verb of a training; preset and change apply only to trainings",
+                f"verb={self.verb!r}: does not train; preset and change apply only to verbs that train",
                 field="preset",
             )
         if self.after and self.model:

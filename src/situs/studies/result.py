@@ -188,7 +188,7 @@ class StudyResult(Result):
             return "Our numbers have not been measured."
         if not self.tasks and measured is not None:
             machine, scale = measured.machine, measured.scale
-            return f"Our numbers were measured on {measured.date}, on {machine}, at scale {scale} with {seeded}."
+            return f"Our numbers were measured at scale {scale} with {seeded} ({measured.date}, {machine})."
         counts = {state: sum(task.state == state for task in self.tasks) for state in (DONE, TAKEN, NOT_FINITE, FAILED)}
         other = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != DONE)
         seconds = sum(task.seconds or 0 for task in self.tasks)
@@ -228,7 +228,7 @@ class StudyResult(Result):
                 task.data[name]: task.name for task in reversed(self.tasks) if task.state == DONE and name in task.data
             }
             if len(of) > 1:
-                yield f"These jobs used different data for {name}: {', '.join(reversed(of.values()))}."
+                yield f"Not all of these jobs used the same data for {name}: {', '.join(reversed(of.values()))}."
         if unread := self.unread:
             lost = f"{counted(len(unread), 'numbers')} of finished jobs {verb(len(unread), 'were')} not found"
             yield f"{lost}: {'; '.join(unread[:LISTED])}."

@@ -256,8 +256,8 @@ class Stepper:
         if names != self.names:
             if self.names:
                 raise SitusError(
-                    f"{type(self.method).__name__}: every step must give the same metrics, but they were {self.names} "
-                    f"and are now {names}"
+                    f"{type(self.method).__name__}: every step must give metrics of the same names, but the names "
+                    f"were {self.names} and are now {names}"
                 )
             self.names = names
         return torch.stack([value.detach().float() for value in (output.loss, *output.metrics.values())])

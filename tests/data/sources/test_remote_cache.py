@@ -167,7 +167,7 @@ def test_the_limit_is_kept_and_the_least_used_give_way(server, tmp_path, monkeyp
     monkeypatch.setenv(remote.LIMIT, str(0.5 * largest / 2**30))
     absent = next(name for name in names if name not in here(folder) and sizes[name] > 0.5 * largest)
     with pytest.raises(
-        SitusError, match=r"but the cache may have at most .*; raise the limit of the cache \(SITUS_CACHE_GIB\)"
+        SitusError, match=r"but the cache may hold at most .*; raise the limit of the cache \(SITUS_CACHE_GIB\)"
     ):
         remote.ensure_local(folder / absent)
     monkeypatch.setenv(remote.LIMIT, "much")

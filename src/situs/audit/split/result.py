@@ -434,7 +434,10 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 def verdict(audit: SplitAudit) -> str:
     """What a server learns, in sentences: settings with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
-        return f"Stopped by {audit.stopped} before any attack was finished, so this page says nothing about privacy."
+        return (
+            f"The audit was stopped by {audit.stopped} before any attack was finished, so this page says nothing about "
+            "privacy."
+        )
     if not audit.settings:
         return "No attack was run, so nothing is known about privacy."
     groups: dict[str, list[SettingResult]] = {}

@@ -343,8 +343,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine between the upload and the gradient without a defence "
-    "describes only one step. To measure the accuracy, train a model with the setting."
+    "The loss of accuracy was not measured. The cosine compares the upload with the gradient without a defence, "
+    "but only for one step. To measure the accuracy, train a model with the setting."
 )
 
 
@@ -386,7 +386,10 @@ def verdict(search: Remedies) -> str:
     """What a reader needs first."""
     if not search.with_setting:
         if search.stopped is not None:
-            return f"Stopped by {search.stopped} before a setting was found, so there is no result for any defence."
+            return (
+                f"The search was stopped by {search.stopped} before a setting was found, so there is no result for any "
+                "defence."
+            )
         return (
             f"No tested setting passes the gate {search.limit} against informed attackers. A setting to which no "
             f"attack applies is inconclusive (not a pass)."

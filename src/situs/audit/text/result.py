@@ -221,7 +221,7 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     recovered = (
         f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
         f"one step on a batch of {audit.batch}. The attack recovered {_share(shares['tokens'], 'none')} of the tokens "
-        f"at their position, and {_share(shares['words'], 'none')} of the tokens with or without their position."
+        f"at their position, and {_share(shares['words'], 'none')} of the tokens if positions are ignored."
     )
     if finding.picked <= finding.whole:
         return recovered

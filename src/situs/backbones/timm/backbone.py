@@ -388,9 +388,9 @@ def enable_cells(backbone: SwinBackbone) -> None:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
             f"{backbone.name} cannot take one patch of each 2x2 cell, because the window size does not fit. In every "
-            f"stage, half of each side of the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be "
-            f"a multiple of the window size ({', '.join(map(str, windows))}). Double the image size, for example to "
-            "448 pixels for windows of 7",
+            f"stage, half of each side of the grid must be a multiple of the window size "
+            f"({', '.join(map(str, windows))}); the grid of the first stage is {backbone.grid[0]}x{backbone.grid[1]}. "
+            "Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )
     for stage in backbone.model.layers:

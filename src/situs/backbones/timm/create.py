@@ -301,6 +301,6 @@ def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
     except Exception as error:  # the hub's client raises many different classes
         raise SitusError(
             f"{name}: its published weights could not be fetched and are not in timm's cache ({type(error).__name__}); "
-            f"without a network give a weight file",
+            "connect to the network, or give a weight file",
             field=field,
         ) from error

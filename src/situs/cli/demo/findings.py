@@ -56,7 +56,7 @@ def find_places(stage: Stage) -> Finding:
     drawn = pixel_rows([[_picture(panel) for panel in row] for row in (pieces, placed)], grid=GRID, gap=4)
     alt = "Three images as shuffled patches. Below each image is the model's reconstruction."
     picture = Section("").figure(
-        drawn, "Shuffled patches, and the model's reconstruction. No patch was predicted at grey positions.", alt
+        drawn, "Shuffled patches, and the model's reconstruction. Grey: the model placed no patch there.", alt
     )
     section = stage.page.section("How MP3 learns positions")
     section.text(
@@ -201,8 +201,8 @@ def find_lock(stage: Stage) -> Finding:
         without_embedding = situs.audit_lock(withheld, key=key, images="samples", device="cpu")
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
-        "The lock permutes the channels between the blocks by a key. With the key, the model runs as before. Without "
-        "the key, the layers use different orders of the channels, so the model does not work. A lock is "
+        "The lock permutes the channels of all blocks with a key. With the key, the model runs as before. Without the "
+        "key, the blocks do not match the channel order of the embedding, so the model does not work. A lock is "
         "obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
@@ -245,13 +245,13 @@ def find_order(stage: Stage) -> Finding:
     section = stage.page.section("What the server of split learning sees")
     section.text(
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
-        "the tokens of each image in a new random order, and their channels in the order of a key. The server "
+        "the tokens of each image in a new random order, and permutes their channels with a key. The server "
         f"receives the tokens of {audit.samples} images. The server has the public model that training started from, "
         f"so the server knows the embedding. The server also has {PUBLIC} other images. From the distribution of the "
-        f"values, the server finds {percent(scores['channels'])} of the channels. From the position embeddings, the "
-        f"server finds {percent(scores['places'])} of the positions. A linear map that is fitted on the {PUBLIC} "
-        f"images then recovers the pixels with a PSNR of {scores['psnr']:.1f} dB. The best guess without any token "
-        f"has a PSNR of {audit.guess('psnr') or 0.0:.1f} dB."
+        f"values, the server finds the place of {percent(scores['channels'])} of the channels. From the "
+        f"position embeddings, the server finds the position of {percent(scores['places'])} of the tokens. A linear "
+        f"map that is fitted on the {PUBLIC} images then recovers the pixels with a PSNR of {scores['psnr']:.1f} dB. "
+        f"The best guess without any token has a PSNR of {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")
     caption = (

@@ -261,8 +261,8 @@ def _free_space(entry: Entry, path: Path) -> None:
     if entry.size > limit:
         size, most = (f"{count / 2**30:.2f} GiB" for count in (entry.size, limit))
         raise SitusError(
-            f"{redacted(entry.url)}: the shard has {size}, but the cache may have at most {most}; raise the limit of "
-            f"the cache ({LIMIT})"
+            f"{redacted(entry.url)}: the size of the shard is {size}, but the cache may hold at most {most}; "
+            f"raise the limit of the cache ({LIMIT})"
         )
     cached = []
     for file in cache_folder().rglob("*"):
