@@ -103,8 +103,8 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "Not judged, because the true key was not given: public-base." in printed
-    assert "No strength can be given: " in printed
+    assert "These attackers were not judged, because the true key was not given: public-base." in printed
+    assert "No strength can be given, " in printed
     assert "256" not in printed.replace(
         "vit_tiny_patch16_224", ""
     )  # nobody judged the attack, so it proves no strength
@@ -115,7 +115,7 @@ def test_without_a_key_no_strength_is_claimed(
 ) -> None:
     assert audit(locked.plain, "--out", tmp_path) == 0
     printed = capsys.readouterr().out.replace(str(tmp_path), "")  # which may have any number in it
-    assert "Not judged" in printed and "the locked file alone" in printed
+    assert "not judged" in printed and "the locked file alone" in printed
     assert json.loads((tmp_path / "audit.json").read_text())["strength_bits"] is None
     page = (tmp_path / "audit.html").read_text()
     assert "256" not in printed and "256 bits" not in page and "Not judged" in page
@@ -183,7 +183,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
-    said = "No strength can be given: inconclusive (not a pass). Not judged, because the true key was not given: "
+    said = "inconclusive (not a pass). These attackers were not judged, because the true key was not given: "
     assert said + "no-base, images." in capsys.readouterr().out
 
 
@@ -213,7 +213,7 @@ def test_pictures_that_tell_nothing_prove_no_strength(
     images = written["attacks"][1]
     assert images["right"] <= 8  # it got nowhere
     assert written["strength_bits"] is None and images["bits"] is None and said in images["doubt"]
-    assert "No strength can be given: inconclusive (not a pass)." in printed and said in printed
+    assert "No strength can be given, so the audit is inconclusive (not a pass)." in printed and said in printed
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "no strength" in page and "of 256<" not in page and "bits." not in printed and "inconclusive" in printed
 

@@ -188,7 +188,7 @@ def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, m
 
 def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
     page = make_page(attacked())
-    assert page.headline[0] == "No strength can be given: inconclusive (not a pass)."
+    assert page.headline[0] == "No strength can be given, so the audit is inconclusive (not a pass)."
     assert (page.tone, page.mark) == ("unsure", "No strength can be given")
     none = make_page(replace(attacked(), attacks=()))
     assert none.headline[0] == "No attack was run, so no strength can be given." and none.tone == "unsure"

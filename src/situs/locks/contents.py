@@ -89,7 +89,7 @@ def _listed(folder: Path, hidden: list[str]) -> list[str]:
                 kind_name = "a symbolic link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
                 raise SitusError(
                     f"{folder}: {path.relative_to(folder)} is {kind_name}; "
-                    "first copy the folder with real files (cp -rL)"
+                    "first copy the folder with cp -rL, which replaces links by files"
                 )
         paths += [(here / name).relative_to(folder).as_posix() for name in names]
     return paths

@@ -178,7 +178,9 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     seed, wrapping = _decode(key_file.seed), key_file.passphrase
     if wrapping is not None:
         if not passphrase:
-            raise SitusError(f"{path}: this key has a passphrase, but none was given ({PASSPHRASE})", field="key")
+            raise SitusError(
+                f"{path}: this key has a passphrase; give it in the environment variable {PASSPHRASE}", field="key"
+            )
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -445,7 +445,11 @@ def _unlock_retrained(
             f"{len(changed)} of {len(specs)} tensors changed since the lock: they are accepted as retrained, without "
             "a check."
         ),
-        *([f"Unlocked tensors that are new, missing or reshaped: {', '.join(differing)}."] if differing else []),
+        *(
+            [f"Tensors outside the lock that are new, missing, or of another shape or dtype: {', '.join(differing)}."]
+            if differing
+            else []
+        ),
         *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 

@@ -30,8 +30,8 @@ one token only. An entropy of log S nats means equal attention to all S tokens. 
 between a query and the patches that it attends to, weighted by the attention, in patches.
 
 The maps by relative offset show the mean attention of a patch to the patch that is Δrow rows and Δcolumn columns away.
-Each offset is averaged over all pairs of patches with this offset. The mean of a rare offset is noisier, but not
-systematically lower or higher. The rarest offset, from corner to corner, occurs once per sample.
+The mean is over all pairs of patches with this offset. Rare offsets have fewer pairs, so their means are noisier, but
+not biased. The rarest offset, from corner to corner, occurs once per sample.
 """
 LOCAL = 0.5
 """A head is local where its mean distance is below this share of that of uniform attention."""
@@ -98,12 +98,11 @@ class Attention(Result):
         local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
         locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
-            f"In layer {shown.layer + 1}, the tenth of the patches with the most attention gets "
-            f"{percent(shown.brightest_tenth, 0)} of the patch attention of "
-            f"{'CLS' if shown.cls else 'the average patch'}. "
+            f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention that "
+            f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to a tenth of the patches. "
             f"Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
             f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (local: a mean "
-            "distance less than half of that of uniform attention)."
+            "distance of less than half the distance of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [
@@ -145,9 +144,9 @@ class Attention(Result):
             Figure(
                 "heads",
                 "Dark cells show low values: attention to few tokens (entropy) or to nearby patches (distance). "
-                f"Light cells show high values. Uniform attention would have {survey.uniform_entropy:.2f} nats and a "
-                f"distance of {uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
-                "grid.",
+                "Light cells show high values. Uniform attention would have an entropy of "
+                f"{survey.uniform_entropy:.2f} nats and a distance of {uniform_distance(survey.grid):.1f} patches on "
+                f"this {survey.grid[0]}×{survey.grid[1]} grid.",
                 "figures.value_grids",
                 (panels, layers, heads, "head", "layer"),
                 {"digits": ".2f", "cell": (0.45, 0.27)},

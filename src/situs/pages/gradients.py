@@ -83,8 +83,8 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
-patches from these gradients. Local steps (FedAvg) do not help either: the summed gradients still reveal the inputs of
-the first step, which are in their row spaces. A row "{REFUSED}" does not mean that the images are private.
+patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients still
+contain the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
 """
 
 REMEDIES = """
@@ -325,7 +325,11 @@ def _results(section: Section, audit: Audit) -> None:
         [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
         "best, at any position. Order: the ratio of patches at their true position. Re-identified: "
-        + (f"the ratio of images whose nearest original (of {count}) is the true one." if count > 1 else ALONE),
+        + (
+            f"the ratio of recovered images whose nearest original (of {count}) is the true one."
+            if count > 1
+            else ALONE
+        ),
     )
     if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
         section.table(

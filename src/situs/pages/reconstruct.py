@@ -47,8 +47,8 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
-    "true position. Positions left empty: the ratio of positions whose patch was shown to the model, but at which "
-    "the model predicted no patch."
+    "true position. Positions left empty: of the positions of the shown patches, the ratio at which the model placed "
+    "no patch."
 )
 
 _IN_TIME = (
@@ -88,7 +88,7 @@ _PLACED = (
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"Pair {number}: ratio of patches that the model places at their position in their own image: {shares}."
+    return f"In pair {number}, the ratio of patches placed at their position in their own image is {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:

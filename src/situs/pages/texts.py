@@ -33,7 +33,7 @@ GATE = (
 MARKS = (
     "These are the true sentences, token by token. Right (red line): the token was recovered at its position. Wrong "
     "(struck through): another word was recovered at this position; an arrow points to the recovered word. Missing "
-    "(dotted): the token was not recovered in a sentence. Brackets: the attacker knows that the word is in the batch."
+    "(dotted): no token was recovered here. Brackets: the attacker knows only that the word is in the batch."
 )
 
 REMEDIES = """
@@ -81,8 +81,8 @@ def page(audit: TextAudit) -> Page:
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked "
-        "among candidates: sentences recovered completely, or identified (with a probability above 99 %) among "
-        "candidates that differ from the true sentence in one word. A dash in the column of seconds means that the row "
+        "among candidates: sentences recovered completely, or told apart (with a probability above 99 %) from "
+        "candidates that differ from them in one word. A dash in the column of seconds means that the row "
         "has the same result as the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)

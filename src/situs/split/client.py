@@ -277,6 +277,6 @@ class RemoteText:
                     raise
             start, z = 0, torch.cat(self.rows, dim=1)
         raise SitusError(
-            f"the server lost the state of this text {READ_AGAIN} times in a row, so it is not continued",
+            f"the server lost the state of this text {READ_AGAIN} times in a row, so the text was not finished",
             field="server",
         )

@@ -339,14 +339,14 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 
 OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
-UNJUDGED = "Not judged, because the true key was not given: x"
-NO_PASS = "No strength can be given: inconclusive (not a pass)."
+UNJUDGED = "These attackers were not judged, because the true key was not given: x"
+NO_PASS = "No strength can be given, so the audit is inconclusive (not a pass)."
 
 
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((), ["No attack was run, so no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
+        ((), ["No attack was run, so no strength can be given."], ["bits", "not judged", OPEN, BOUND]),
         ((None,), [f"{NO_PASS} {UNJUDGED}."], ["bits", "Not attacked", OPEN, BOUND]),
         ((None, None), [f"{NO_PASS} {UNJUDGED}, x."], ["bits", "Not attacked", OPEN, BOUND]),
         ((0,), ["at most 256 bits", BOUND], ["Not", OPEN]),

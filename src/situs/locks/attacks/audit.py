@@ -228,14 +228,14 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 
 
 MEANING = """
-Bits left is the log2 of the number of keys that the attacker must still try (at most 256, the length of the key). We
-assume that the attacker knows which channels are wrong. It must then try the possible orders of these channels. If most
-channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left is 0 if the attack
-restored the accuracy without the key. This is judged only if the accuracies of the locked and the unlocked model on the
-test set differ by two standard errors or more. J is the score of a search without the true key. J measures how well the
-correlations of the locked channels agree with those of the unlocked channels. The J of a failed search is as low as the
-J of searches from random starts. Inner groups (MLP units, heads and their channels) are not counted, because their
-permutation does not change the function.
+Bits left is the log2 of the number of keys that the attacker must still try. It is at most 256, the length of the key
+in bits. We assume that the attacker knows which channels are wrong. It must then try the possible orders of these
+channels. If most channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left
+is 0 if the attack restored the accuracy without the key. The accuracy is judged only if, on the test set, the unlocked
+model is better than the locked model by more than two standard errors. J is the score of a search without the true key.
+J measures how well the correlations of the locked channels agree with those of the unlocked channels. The J of a failed
+search is as low as the J of searches from random starts. Inner groups (MLP units, heads and their channels) are not
+counted, because permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
@@ -340,7 +340,7 @@ class LockAudit(Result):
         """What the attacks that were run show."""
         results, sentences = self.attacks, list[str]()
         if strength is None:
-            sentences.append("No strength can be given: inconclusive (not a pass).")
+            sentences.append("No strength can be given, so the audit is inconclusive (not a pass).")
         else:
             tried = "; ".join(result.attacker for result in results if result.bits is not None)
             most = f"The strength is at most {strength:.0f} bits (of 256)"
@@ -349,7 +349,7 @@ class LockAudit(Result):
                 _MEANS[strength == 0],
             ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-            sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
+            sentences.append(f"These attackers were not judged, because the true key was not given: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
         sentences += [
             f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."

@@ -141,10 +141,14 @@ class Verification(Result):
         )
         holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)
-        worst = f"the largest error of a law that holds is {self.worst:.1e}" if measured else "no law was found to hold"
+        worst = (
+            f"the largest relative error of a law that holds is {self.worst:.1e}"
+            if measured
+            else "no law was found to hold"
+        )
         return Summary(
-            f"Relative errors: in float64 {worst} (tolerance {self.tolerance:.0e}). "
-            f"In {self.dtype} the tolerance is {self.own_tolerance:.0e}.",
+            f"In float64, {worst} (tolerance: {self.tolerance:.0e}). "
+            f"In {self.dtype}, the tolerance is {self.own_tolerance:.0e}.",
             (Table(self.model, header, around), *([modules] if inside else [])),
             () if self.control is None else (control,),
             ((f"{holding} of {len(self.findings)}", "checks in which the law holds without keyed weights"),),

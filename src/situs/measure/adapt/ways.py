@@ -135,8 +135,8 @@ split: it is fitted to all folds but one, and classifies the images of the remai
 model may have been tested on fewer folds. It is then compared with other recipes only on the images of these folds. The
 simplest recipe comes first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard
 error (±) of the difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a
-head cannot represent kNN. For each trained recipe, the number of updates is the number with the best result on the
-folds. The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
+head cannot represent kNN. Each trained recipe uses the number of updates that gave the best result on the folds. The
+chosen recipe was then fitted to all labels. The test split was not used for these decisions.
 """
 
 

@@ -291,7 +291,7 @@ distance between the head's input before and after the shuffle. With the mask hi
 embeddings stay, so the shuffled patches have wrong positions. With the mask known, the patches in the mask lose their
 positions. `situs evaluate consistency` measures this effect in more detail.
 
-Permutation equivariance means: if the tokens before the blocks are permuted (with RoPE, together with their rotations),
+Permutation equivariance means: if the tokens are permuted before the blocks (with RoPE, together with their rotations),
 the output is permuted in the same way, and the gradients of all weights stay the same.
 """
 FEATURES = "The position of a patch, read from its features"

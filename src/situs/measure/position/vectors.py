@@ -227,8 +227,8 @@ class PositionTables(Result):
                 READ,
                 header,
                 errors,
-                f"Cross-validation in {self.looks[0].decoded.folds} folds. The unit of 1-D is one position in "
-                "reading order; the unit of 2-D, row and column is one patch. ± is the standard deviation between "
+                f"Cross-validation in {self.looks[0].decoded.folds} folds. 1-D errors are in positions "
+                "along the reading order. The other errors are in patches. ± is the standard deviation between "
                 "folds. A blind guess is the mean position of the other folds. The last column is the share of "
                 "predictions that round to the true position. "
                 f"{' '.join(filter(None, (look.few_places for look in self.looks)))}",

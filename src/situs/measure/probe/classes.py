@@ -217,11 +217,11 @@ def probe_class(
 
 
 MEANING_OF_PLACES = """
-All patches are visible, but most have lost their position. A linear classifier predicts the position of each patch
-without a position from the final feature of this patch. The backbone is frozen. The classifier is a logistic regression
-fitted to the training split; its weight decay is chosen on a part of this split. The numbers are measured on a split
-that was not used for fitting. "Error of one guess" is the lowest mean error that is possible if one position is
-predicted for all patches.
+All patches are visible, but most have lost their position. A linear classifier predicts the lost position of a patch
+from the final feature of this patch. The backbone is frozen. The classifier is a logistic regression fitted to the
+training split; its weight decay is chosen on a part of this split. The numbers are measured on a split that was not
+used for fitting. "Error of one guess" is the lowest mean error that is possible if one position is predicted for all
+patches.
 
 A model with a high accuracy infers positions from the content of the patches and from the few patches that keep their
 position. DropPos's Table 7 compares this accuracy before and after fine-tuning with labels. If fine-tuning raises the
@@ -299,8 +299,7 @@ class PositionProbes(Probes[PositionProbe]):
         values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
         highest = max(float(shares_of.max()) for shares_of in maps.values())
         return [
-            Figure("accuracy", "Share of the patches without a position whose true position a linear classifier "
-                   "predicts.",
+            Figure("accuracy", "Share of the lost positions that a linear classifier predicts right.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
             Figure("places", "The share of right predictions for each true position. Each cell is at its position in "
                    "the input.",

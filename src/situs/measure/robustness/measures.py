@@ -200,7 +200,8 @@ class Robustness(Result):
             curve = {natural.name: (range(1, 101), [100 * value for value in natural.curve])}
             labels = "response rate, % (most confident first)", "accuracy of these answers, %"
             caption = (
-                "Accuracy of the most confident answers, for each response rate. The mean of the curve is AURRA. A "
+                "The response rate is the share of answers that are kept, the most confident first. The curve shows "
+                "the accuracy of the kept answers, and its mean is AURRA. A "
                 "falling curve means that confident answers are right more often."
             )
             title = "Natural adversarial examples"
