@@ -118,7 +118,7 @@ def test_without_a_key_no_strength_is_claimed(
     assert "not judged" in printed and "the locked file alone" in printed
     assert json.loads((tmp_path / "audit.json").read_text())["strength_bits"] is None
     page = (tmp_path / "audit.html").read_text()
-    assert "256" not in printed and "256 bits" not in page and "Not judged" in page
+    assert "256" not in printed and "256 bits" not in page and "not judged" in page
 
 
 def test_a_sealed_lock_is_attacked_below_its_seal(

@@ -129,5 +129,7 @@ def test_noise_hides_sentences_and_their_padding_and_other_defences_are_refused(
             text.split(Hide(defence=defence), out=tmp_path / "no")
     causal = Text(tmp_path / "causal", "gpt2", steps=1)
     causal.serve()
-    with pytest.raises(SitusError, match="permute=rows: GPT2LMHeadModel does not support it: its causal mask"):
+    with pytest.raises(
+        SitusError, match="permute=rows: GPT2LMHeadModel does not support this permutation: its causal mask"
+    ):
         causal.split(Hide(("rows",)))

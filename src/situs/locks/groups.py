@@ -43,8 +43,8 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} has {stretch} entries, but its group permutes {member.outer} x "
-            f"{size} x {member.inner} entries"
+            f"{member.tensor}: axis {member.axis} has {stretch} entries, but its group permutes "
+            f"{member.outer * size * member.inner} ({member.outer} x {size} x {member.inner})"
         )
     if size == length:
         return p

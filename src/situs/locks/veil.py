@@ -171,13 +171,17 @@ def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequen
 def check_veil(veil: Veil, backbone: Backbone) -> None:
     """Refuses a veil that this backbone does not support, with the reason."""
     if veil.rows and (why := row_refusal(backbone) or row_leak(backbone)) is not None:
-        raise SitusError(f"permute=rows: {backbone.name} does not support it: {why}", field="permute")
+        raise SitusError(f"permute=rows: {backbone.name} does not support this permutation: {why}", field="permute")
     if veil.kind in ("lowpass", "batch-shuffle") and "take" in backbone.refusals:
         why = backbone.refusals["take"]
-        raise SitusError(f"defence={veil.defence}: {backbone.name} does not support it: {why}", field="defence")
+        raise SitusError(
+            f"defence={veil.defence}: {backbone.name} does not support this defence: {why}", field="defence"
+        )
     if veil.kind in ("lowpass", "batch-shuffle") and backbone.input.words:
         why = "sentences have different lengths; use noise=σ"
-        raise SitusError(f"defence={veil.defence}: {backbone.name} does not support it: {why}", field="defence")
+        raise SitusError(
+            f"defence={veil.defence}: {backbone.name} does not support this defence: {why}", field="defence"
+        )
 
 
 # --- where blocks begin ---------------------------------------------------------------------------------------
