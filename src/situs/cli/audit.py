@@ -177,18 +177,18 @@ class Gradients(GateArgs, AuditConfig):
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
     """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior. With --settings, april is added. With
-    --server active, the default is all attacks with crafted weights. Slow: matching, april-optimisation,
-    adaptive-mjp."""
+    --server active, the default is all attacks that craft weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto: none,noise,clip,no-pe-gradient, and the
-    DP-SGD of the run, if any. With a gate, auto is only the DP-SGD of the run, if any. Even without a defence, an MJP
-    run shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With auto, Situs tests none, noise, clip,
+    no-pe-gradient and the DP-SGD of the run, if any. With a gate, auto tests only this DP-SGD, or none if there is
+    no DP-SGD. An MJP run always shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
     attack the shuffled image, and compare with the shuffled image. c: attack the shuffled image, and compare with the
-    original. Each setting has an informed and an uninformed attacker. Set γ with --defences mjp=γ."""
+    original. In each setting, some attackers know MJP, and others do not. Set γ, the ratio of shuffled patches, with
+    --defences mjp=γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -223,9 +223,9 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what gradients reveal about texts. The audit can be a gate for CI.
 
-    The gate limits one ratio. words: recovered words of the most exposed sentence. tokens: recovered words at their
-    right position in this sentence. sentences: completely recovered sentences. picked: also sentences picked from
-    several candidates.
+    The gate limits one of four ratios: words (words recovered from the most exposed sentence), tokens (words recovered
+    at their right position in this sentence), sentences (completely recovered sentences), or picked (sentences
+    recovered completely or picked from several candidates).
 
     For example: situs audit texts bert/ --data sentences.txt --count 4
     """
@@ -274,8 +274,8 @@ OVER = ("noise", "precision", "fedavg")
 class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Measure how strong a defence must be. Curves show what attacks recover at each strength of the defence.
 
-    With --find, search for the weakest setting of each defence that keeps every attack below a limit. The attackers
-    know the defence.
+    With --find, search each defence for the weakest setting that keeps every attack below a limit. The attackers know
+    the defence.
 
     For example: situs audit sweep runs/ft --data samples --over noise --count 2
     """
@@ -291,19 +291,20 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Defences whose strength varies, comma-separated: noise, clip (with noise, as in DP-SGD), precision, and for
-    images also fedavg (local steps) and dropout. Default: noise,precision, and for images also fedavg."""
+    """Defences to test at several strengths, comma-separated: noise, clip (with noise, as in DP-SGD) or precision, and
+    for images also fedavg (local steps) or dropout. Default: noise,precision,fedavg for images, and noise,precision for
+    texts."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
-    """Instead of drawing curves, find the weakest setting of each defence that keeps every attack below this limit,
+    """Instead of drawing curves, search each defence for the weakest setting that keeps every attack below this limit,
     such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
     """Attacks, comma-separated. At each strength, a curve shows the attack that recovers most."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Fixed defences to combine with the varied defence, comma-separated. Each fixed defence gives its own curve. auto:
-    none,no-pe-gradient."""
+    """Further defences of fixed strength, comma-separated. Each of them is combined with each defence of --over, and
+    gives its own curve. auto means none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
@@ -405,14 +406,14 @@ class Split(ImageArgs):
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random. The attack no-embedding needs 100 images."""
+    """Number of images to attack, chosen at random. The attack no-embedding needs at least 100 images."""
 
     batch: int = 64
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (σ in standard deviations of the tokens), lowpass=r (keep this ratio of
-    the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
+    """Defences, comma-separated: none, noise=σ (noise of σ standard deviations of the tokens), lowpass=r (keep a ratio
+    r of the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
     strengths)."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
@@ -423,10 +424,10 @@ class Split(ImageArgs):
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model before fine-tuning. For images, the attack old-embedding knows the embedding of this model. For texts,
-    the attacker knows all of this model."""
+    the attacker knows this whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """The attacker has this many other images of the same data. Default for texts: 200."""
+    """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Number of blocks on the client. half: half of the blocks. last: all blocks except the last."""
@@ -498,7 +499,7 @@ class Lock:
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
     """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base. With
-    --images or --texts, the attack images is added. With --base, the attack public-base is added."""
+    --images or --texts, the default is no-base,images. With --base, public-base is added to the default."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model that the attacker has: a training run, an export, a model folder, or a timm model name with

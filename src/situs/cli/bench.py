@@ -22,8 +22,8 @@ from situs.results import Result
 class Bench:
     """Measure time and memory of a training step on random images, for every combination of case, model and batch size.
 
-    A case names a METHOD. The form METHOD:FIELD=VALUE,… also changes settings. Each FIELD is a field of the method or a
-    flag of this command. The METHOD "backbone" is the model without a head.
+    A case names a METHOD. A case METHOD:FIELD=VALUE,… also changes settings of the method (such as mask_ratio) or of
+    the step (such as batch). The METHOD "backbone" is the model without a head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before

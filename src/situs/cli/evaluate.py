@@ -231,7 +231,7 @@ class Knn(MeasureArgs):
     """Measure the k-nearest-neighbour accuracy of the frozen features of each layer. The neighbours are images of the
     training split.
 
-    The features are the CLS token and the mean of the patch tokens.
+    Two kinds of features are measured separately: the CLS token, and the mean of the patch tokens.
 
     For example: situs evaluate knn runs/mp3 --k 20
     """
@@ -243,7 +243,7 @@ class Knn(MeasureArgs):
     """Temperature τ. A neighbour has the weight exp(similarity / τ). With none, all neighbours have the same weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Search the neighbours among at most this many training images. With none, search all training images."""
+    """Search for the neighbours among at most this many training images. With none, search all training images."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -355,8 +355,8 @@ class Robustness(MeasureArgs):
     (CIFAR-C)."""
 
     imagenet_a: _Folder = None
-    """Folder of natural adversarial images, with paths CLASS/IMAGE. The metrics are accuracy and AURRA, over the
-    classes in the folder."""
+    """Folder of natural adversarial images, with paths CLASS/IMAGE. The metrics are accuracy and AURRA. The model
+    chooses only among the classes in the folder."""
 
     imagenet_o: _Folder = None
     """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR of detecting these images

@@ -180,7 +180,8 @@ class Completion:
     """bash, zsh, fish or powershell. Default: from $SHELL."""
 
     install: bool = False
-    """Write the script to the completion folder of the shell, and load the script in the startup file of the shell."""
+    """Write the script to the completion folder of the shell, and change the startup file of the shell so that it loads
+    the script."""
 
     def run(self) -> None:
         """Prints or installs the script."""

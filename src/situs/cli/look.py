@@ -37,10 +37,11 @@ class Info(NamedArgs):
     """Test whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: number of AdamW steps to compare, with and without permutations. 0 skips this comparison."""
+    """With --verify: run this many AdamW steps with and without permutations, and compare. 0 skips this comparison."""
 
     tokens: int = 32
-    """With --verify: use at most this many patch tokens per image, if the model accepts fewer tokens than usual."""
+    """With --verify: use at most this many patch tokens per image. A model that needs all its tokens ignores this
+    limit."""
 
     seed: int = 0
     """With --verify: random seed of inputs and keys. Without --weights, this seed also sets the random weights of the

@@ -70,8 +70,8 @@ class NamedArgs(ShapeArgs):
     """File with the withheld parts of a locked model. This flag needs --key."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A training run, an exported or locked model, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, the name of a
-    timm model (NAME=FILE, or NAME with --weights), or your own module (file.py:Name or package.module:name)."""
+    """A training run, an exported or locked model, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm model
+    name with its weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class ImageArgs(DataArgs):
     """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     split: str | None = None
-    """Split to use: train, val, test or all. If only one of val and test exists, both names mean this split. Default:
-    val. For data without splits, the default is all images."""
+    """Split to use: train, val, test or all. If the data has only one of val and test, both names select this split.
+    Default: val. For data without splits, the default is all images."""
 
     seed: int = 0
     """Random seed."""

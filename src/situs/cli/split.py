@@ -41,7 +41,7 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """TLS certificate folder (see situs split certs)."""
+    """Folder of certificates (see situs split certs)."""
 
     plaintext: bool = False
     """Use no certificates and no encryption. Server and client must then run on the same machine."""
@@ -63,7 +63,7 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """Address of the server, or local (the blocks then run in this process)."""
+    """Address of the server, or local to run the blocks in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Name of this client. The --tls folder must contain the certificate NAME.pem and the key NAME.key of the
@@ -168,7 +168,7 @@ def _say(line: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Train(Recipe, ClientArgs):
     """Train a model whose blocks run on a server. Images, labels, embedding, positions and head stay on this machine.
-    Without permutations and defences, the result equals local training bit for bit.
+    Without permutations and defences, the result is bit for bit the same as in local training.
 
     For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
     --permute rows,columns --out runs/split
@@ -199,12 +199,12 @@ class Train(Recipe, ClientArgs):
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: permute the tokens, in a new order at each step. columns: permute the channels with the key. Default: no
-    permutation."""
+    """rows: permute the tokens, in a new order at each step. columns: permute the channels of the tokens with the key.
+    Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence: none, noise=σ (σ in standard deviations of the tokens), lowpass=r (keep this ratio of frequencies), or
-    batch-shuffle=B (B samples exchange tokens). Default: none."""
+    """Defence: none, noise=σ (noise of σ standard deviations of the tokens), lowpass=r (keep a ratio r of the
+    frequencies), or batch-shuffle=B (B samples exchange tokens). Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32
@@ -264,7 +264,7 @@ class Infer(ClientArgs):
     Permutations and defence are the same as in training.
 
     With --server local, no server is needed, but RUN must contain the blocks. To generate text, RUN may also be a
-    language model whose blocks run on a server (split serve --from). A locked language model needs --key.
+    language model whose blocks the server has loaded (situs split serve --from). A locked language model needs --key.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
     """
@@ -291,8 +291,8 @@ class Infer(ClientArgs):
     """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for generated text: none or noise=σ (σ in standard deviations of the word vectors). For a model from
-    split training, the defence of its training is always used."""
+    """Defence for generated text: none or noise=σ (noise of σ standard deviations of the word vectors). A model from
+    split training always uses the defence of its training."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""
@@ -387,13 +387,13 @@ class Merge:
     """The client's part (the output folder of situs split train)."""
 
     server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
-    """The output folder of situs split serve, or the subfolder of one training."""
+    """The output folder of situs split serve, or its subfolder for one training."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """A new folder for the joined run."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file of the permuted channels, if the client's folder does not contain the key."""
+    """Key file, if the training permuted the channels and the client's folder does not contain the key."""
 
     def run(self) -> None:
         """Writes the run and prints the next commands."""

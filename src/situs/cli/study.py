@@ -190,7 +190,7 @@ class Show:
     paper with the measured numbers."""
 
     ours: bool = False
-    """Print the measured numbers in the format of the TOML file of a study."""
+    """Print the measured numbers as lines (ours = […]) for the TOML file of a study."""
 
     paper: Literal["mp3", "droppos", "mjp", "st"] | None = None
     """List only the studies of this paper."""

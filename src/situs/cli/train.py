@@ -189,7 +189,8 @@ class Adapt:
     """Further images without labels. These images are used only for pretraining with --method."""
 
     method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
-    """Also pretrain the model on your images with this method. The five recipes are then compared on both models."""
+    """Also pretrain the model on your images with this method. The five recipes are then compared with and without this
+    pretraining."""
 
     minutes: float = 30.0
     """Time limit in minutes. Situs first prints which recipes fit into this time."""
