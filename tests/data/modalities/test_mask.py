@@ -208,6 +208,7 @@ def test_an_image_is_kept_as_large_as_its_crops_need_and_a_row_takes_so_much(
         ({"crop": "scaled", "scales": (2.0, 2.0)}, (2.0, 1)),
         ({"crop": "resized", "scale": (0.25, 1.0)}, (2**0.5, 1)),
         ({"crop": "resized", "scale": (0.04, 1.0)}, (5**0.5, 2)),
+        ({"crop": "resized", "scale": (0.16, 0.25)}, (5**0.5, 1)),
         ({"crop": "none"}, (1.0, 1)),
     ],
 )
