@@ -6,7 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 
-from situs.errors import SitusError, counted, unknown_name, verb
+from situs.errors import SitusError, counted, first_line, reason_of, unknown_name, verb
 
 
 def test_a_wrong_value_is_said_with_its_field_and_what_is_allowed():
@@ -57,3 +57,10 @@ def test_one_thing_is_no_plural() -> None:
     assert [counted(1, each) for each in things] == ["1 image", "1 class", "1 patch", "1 box", "1 unusable annotation"]
     assert counted(0, "images") == "0 images" and counted(1200, "classes") == "1,200 classes"
     assert [verb(count, "were") for count in (0, 1, 2)] == ["were", "was", "were"]
+
+
+def test_what_others_raise_is_the_end_of_a_sentence() -> None:
+    assert reason_of(OSError(2, "No such file", "/secret")) == "no such file"
+    assert reason_of(OSError("Broken Pipe")) == "broken pipe"  # some libraries give no number
+    assert first_line(ValueError("  one\n two")) == "one" and first_line(ValueError("")) == "ValueError"
+    assert first_line(ValueError("\n")) == "ValueError" and first_line(ValueError("x" * 121)) == "x" * 120

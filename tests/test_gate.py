@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
@@ -24,6 +25,7 @@ from situs.gate import (
     Worst,
     _margin,
     judge,
+    junit,
     parse_limit,
 )
 
@@ -333,3 +335,33 @@ def test_nothing_passes_against_a_server_that_chooses_the_weights() -> None:
     assert ruling.status == NOT_JUDGED and ACTIVE.unproved in ruling.sentence and ACTIVE.server in ruling.sentence
     assert ruling.to_json()["threat"] == "active" and "chooses the weights" in ruling.to_json()["scope"]
     assert judge([finding(14.0)], threat=ACTIVE).status == ABOVE
+
+
+def test_a_junit_file_says_all_of_a_ruling() -> None:
+    judgements = [
+        Judgement("none", "above", "closeness 14\x00 is above"),
+        Judgement("noise", "passed", "closeness 9 is below"),
+        Judgement("drop", "incomplete", "too few"),
+    ]
+    ruling = Ruling(Limit("closeness", 12.0), judgements)
+    facts = {"made": "2026-01-02T03:04:05+00:00", "model": "vit", "seed": 0, "nothing": None}
+    root = ET.fromstring(junit("suite", ruling, facts, lambda defence: [f"{defence} 1", f"{defence} 2"]))
+    (suite,) = root
+    counts = {"tests": "3", "failures": "1", "errors": "1", "skipped": "0"}
+    assert (root.tag, root.attrib) == ("testsuites", counts)
+    assert (suite.tag, suite.attrib) == ("testsuite", {"name": "suite", **counts, "timestamp": "2026-01-02T03:04:05"})
+    properties, *cases = suite
+    assert [(one.tag, *one.attrib.values()) for one in properties] == [
+        ("property", "limit", str(ruling.limit)),
+        ("property", "threat", ruling.threat.name),
+        *(("property", name, str(value)) for name, value in facts.items() if value is not None),
+    ]
+    assert [(one.tag, one.get("classname"), one.get("name")) for one in cases] == [
+        ("testcase", "suite", f"{ruling.limit} under {judged.defence}") for judged in judgements
+    ]
+    assert [[part.tag for part in one] for one in cases] == [
+        ["failure", "system-out"], ["system-out"], ["error", "system-out"],
+    ]  # fmt: skip
+    assert [one[-1].text for one in cases] == [f"{judged.defence} 1\n{judged.defence} 2" for judged in judgements]
+    assert cases[0][0].attrib == {"message": "closeness 14� is above", "type": judgements[0].outcome}
+    assert (cases[0][0].text, cases[2][0].text) == ("closeness 14� is above", "too few")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from image_files import png, write
 
-from situs.data.open import judged_split, open_source
+from situs.data.open import ALL, _prefix, judged_split, open_source
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
@@ -55,6 +55,18 @@ def test_split_folders_share_the_training_classes(tmp_path):
     write(tmp_path / "val/fox/1.png", png(3))
     with pytest.raises(SitusError, match="class 'fox' is not among the 2 classes"):
         open_source(tmp_path, "val")
+
+
+def test_splits_that_are_read_together_keep_their_names_apart(tmp_path):
+    for split, number in (("val", 3), ("test", 4), ("train", 1)):
+        write(tmp_path / split / "cat/1.png", png(number))
+    source = open_source(tmp_path, ALL)
+    assert [source.key(index) for index in range(3)] == ["train/cat/1.png", "val/cat/1.png", "test/cat/1.png"]
+    assert everything(source) == [(1, 0), (3, 0), (4, 0)]
+    assert _prefix(tmp_path, "train") == "train/" and _prefix(tmp_path, "dev") == ""
+    assert _prefix("https://host/set", "train") == ""
+    (tmp_path / "train-00000.tar").touch()  # shards beside them name their own samples
+    assert _prefix(tmp_path, "train") == ""
 
 
 def test_tiny_imagenet_as_it_is_unpacked(tmp_path):

@@ -10,11 +10,13 @@ from builders import small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
+from situs.backbones.base import Features
 from situs.config import from_dict
 from situs.core.position import cut_targets
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
+from situs.methods.droppos import cls_likeness
 from situs.methods.official import OfficialDropPos, OfficialDropPosConfig
 from situs.presets import load_preset
 from situs.train.run import RunConfig
@@ -323,3 +325,21 @@ def test_mistakes_are_sentences() -> None:
     for kind in (DropPos, OfficialDropPos):
         with pytest.raises(SitusError, match="no positions to drop: choose positions='sincos'"):
             kind(small_vit((12, 16), positions="none"), kind.Config(**few))
+
+
+@pytest.mark.parametrize("where", ["before the patches", "first of the patches", "nowhere"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_patch_is_as_likely_as_it_is_like_the_whole(where: str, padded: bool) -> None:
+    """The cosine of each patch with CLS, or with the mean of the real patches where there is none."""
+    torch.manual_seed(0)
+    prefix, patches = torch.randn(2, 2 if where == "before the patches" else 0, 6), torch.randn(2, 5, 6)
+    real = torch.tensor([[True] * 5, [True] * 3 + [False] * 2]) if padded else None
+    found = cls_likeness(Features(prefix, patches.half(), real), int(where == "first of the patches"))
+    assert found.shape == (2, 5) and found.dtype == torch.float32
+    for row, sample in enumerate(patches.half().double()):
+        whole_sample = sample if real is None else sample[real[row]]
+        whole = {"before the patches": prefix[row, :1], "first of the patches": sample[:1]}.get(where)
+        whole = (whole_sample.mean(0) if whole is None else whole[0]).double()
+        for place in range(len(whole_sample)):
+            cosine = whole @ sample[place] / whole.norm() / sample[place].norm()
+            assert float(found[row, place]) == pytest.approx(float(cosine), abs=2e-3)

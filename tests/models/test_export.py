@@ -94,6 +94,44 @@ def test_a_folder_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert method.backbone.source["library"] == "timm"
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_difference_counts_beside_the_largest_output_however_small_that_is(
+    size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, real = told("supervised", {}, monkeypatch), export.run_reloaded
+    with torch.no_grad():
+        for value in method.backbone.model.head.parameters():
+            value.mul_(size)
+
+    def bent(*given: Any, **more: Any) -> Any:
+        found = real(*given, **more)
+        return found._replace(logits=found.logits * torch.tensor([1.01, 1.0, 1.0]))
+
+    expected = export._outputs(method)
+    assert expected is not None and expected.logits is not None
+    share = 0.01 * float(expected.logits[:, 0].abs().max() / expected.logits.abs().max())
+    monkeypatch.setattr(export, "run_reloaded", bent)
+    with pytest.raises(SitusError, match=f"differ from the model.s by {share:.1e} of the largest value"):
+        export_model("run", tmp_path / "y")
+
+
+@pytest.mark.parametrize("scale", [{}, {"mean": [0.5], "std": [0.25]}])
+@pytest.mark.parametrize("method", [None, "mp3"])
+def test_the_card_of_a_graph_says_how_it_is_called(scale: dict[str, Any], method: str | None) -> None:
+    about = {
+        "model": "tiny", "method": method, "situs": "1.0", "input": {"shape": ["batch", 1, 8, 12], **scale},
+        "output": {"name": "pooled"}, "protected": ["One.", "Two."],
+    }  # fmt: skip
+    card = export._card(about, "clips").splitlines()
+    title, trained = "# tiny", "" if method is None else ", trained with mp3"
+    assert f"{title}{trained}, as an ONNX graph" in card
+    how = "by mean [0.5] and deviation [0.25]" if scale else "as in model.json"
+    assert f"- Input `images`: float32, any number of clips of 1 × 8 × 12, normalised {how}" in card
+    assert card[card.index("- Classes and preparation: model.json") + 1 :][:2] == ["- One.", "- Two."]
+    assert 'images = np.zeros([2, 1, 8, 12], dtype="float32")  # yours, normalised' in card
+    assert 'pooled = session.run(None, {"images": images})[0]' in card
+
+
 def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / MANIFEST).write_text('{"format": "situs-lock"}')

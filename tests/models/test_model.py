@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,21 @@ def test_a_head_that_was_never_trained_is_no_classifier() -> None:
     check_classifier(Model("run", small_vit()))
     with pytest.raises(SitusError, match="run: has no trained classifier"):
         check_classifier(Model("run", small_vit(), classifier=False))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("mask", "classifies pixels"), ("objects", "detects objects"), ("class", "has no trained")]
+)
+def test_a_model_that_tells_other_things_is_said_to(target: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=f"run: {said}"):
+        check_classifier(Model("run", small_vit(), input=DataConfig(target=target), classifier=False))
+
+
+def test_several_classes_a_sample_are_refused_where_they_are_not_asked_for() -> None:
+    several = Model("run", small_vit(), input=DataConfig(multi_label=True))
+    check_classifier(several, multi_label=True)
+    with pytest.raises(SitusError, match="run: is multi-label, but only single-label classification"):
+        check_classifier(several)
 
 
 def test_an_identity_tells_models_apart_and_nobody_s_folders(tmp_path: Path) -> None:

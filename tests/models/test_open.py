@@ -23,6 +23,7 @@ from situs.locks.owner import unlocking
 from situs.measure import evaluate_accuracy
 from situs.measure.accuracy import ClassAccuracy
 from situs.models import Model, open_model
+from situs.models.module import deduce_input
 from situs.models.open import Unlock
 from situs.models.start import finetune_source
 from situs.train.run import RunConfig, load_run, train_run
@@ -337,6 +338,21 @@ def test_the_size_of_an_own_module_is_deduced_where_it_takes_one_alone(module: A
     assert open_model(module, img_size=size, in_chans=channels).notes.keys() == found.notes.keys() - {"image size"}
     with pytest.raises(SitusError):
         open_model(module, img_size=size, in_chans=channels + 1)
+
+
+@pytest.mark.parametrize("size", [16, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 384])
+def test_usual_sizes_are_tried_on_a_module_that_shows_none(size: int) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[-2:] != (size, size):
+                raise RuntimeError("another size")
+            return self.head(x[:, :, :1, :1]).flatten(1)
+
+    assert deduce_input(Fixed()) == ((size, size), 3)
 
 
 @pytest.mark.parametrize("layers", [(nn.Conv2d(3, 64, 3, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 5)),

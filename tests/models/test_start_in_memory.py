@@ -100,6 +100,40 @@ def test_a_module_as_backbone_as_init_and_fine_tuned(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def test_an_address_is_of_names_and_values_alone() -> None:
+    """Two weights of one shape: the same numbers under other names are another model, and so are others under these."""
+
+    def address(names: str, first: float = 0.0) -> str | None:
+        made = small_module(names)
+        with torch.no_grad():
+            for number, name in enumerate(names):
+                getattr(made, name).weight.fill_(first + number)
+        return addressed_model(made)
+
+    assert address("ab") == address("ab")
+    assert len({address("ab"), address("ba"), address("ac"), address("ab", 0.5)}) == 4
+    assert addressed_model(None) is None and addressed_model(Path("run")) == "run"
+    with pytest.raises(SitusError, match="source='int': must be a run, a model's folder"):
+        addressed_model(3)
+
+
+def small_module(names: str) -> nn.Module:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.img_size = 8
+            for name in names:
+                self.add_module(name, nn.Linear(3, 3, bias=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.mean(dim=(2, 3))
+            for part in self.children():
+                x = part(x)
+            return x
+
+    return Named()
+
+
 def test_a_model_that_is_gone_is_told() -> None:
     first = addressed_model(vit())
     assert addressed_model(vit()) == first

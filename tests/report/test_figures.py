@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import matplotlib as mpl
@@ -11,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from warm import warm
 
 from situs.errors import SitusError
 from situs.report import figures
+from situs.report.masks import mask_rows
+from situs.report.puzzles import Panel, panels
 from situs.results import channels_drawn
 
 CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
@@ -323,3 +328,67 @@ def test_rows_of_wide_pictures_are_as_high_as_they_are() -> None:
     (across, high), (more, less) = square.get_size_inches(), wide.get_size_inches()
     assert more > 1.4 * across and less < high
     assert less / more == pytest.approx(40 / 98, abs=0.15)
+
+
+LINE = ([0, 1], [1.0, 2.0])
+IMAGE = np.zeros((3, 8, 12))
+MASK = np.array([[0, 1], [1, -1]])
+LAYOUTS: dict[str, tuple[Callable[[], Figure], float]] = {
+    "a line": (lambda: figures.curves({"a": LINE}, "x", "y", title="t"), 6.4),
+    "lines": (lambda: figures.curves({"a": LINE, "b": LINE}, "x", "y"), 7.2),
+    "named steps": (lambda: figures.curves({"a": LINE}, "x", "y", x_names=["one", "two"]), 7.2),
+    "a level": (lambda: figures.curves({"a": LINE}, "x", "y", level=("blind", 1.5)), 7.2),
+    "a panel": (lambda: figures.curve_panels({"loss": {"a": LINE}}, "x"), 6.4),
+    "three panels": (lambda: figures.curve_panels({name: {"a": LINE, "b": LINE} for name in "xyz"}, "x"), 9.0),
+    "bars": (lambda: figures.bars({"a": 0.1, "b": 1.0}, "error"), 6.8),
+    "a table": (lambda: figures.value_grids({"t": (np.eye(4), "s")}, range(4), range(4), "x", "y"), 6.0),
+    "tables": (lambda: figures.value_grids(dict.fromkeys("ab", (np.eye(9), "s")), range(9), range(9), "x", "y"), 9.0),
+    "images": (lambda: figures.image_rows([("one", [IMAGE] * 9)], list("abcdefghi")), 9.0),
+    "a few masks": (lambda: mask_rows([("x", IMAGE, dict.fromkeys("ab", MASK))], ("sky", "tree")), 7.8),
+    "many masks": (lambda: mask_rows([("x", IMAGE, dict.fromkeys("abcdefg", MASK))], ("sky", "tree")), 9.0),
+    "attention": (lambda: figures.attention_over_images(np.zeros((1, 3, 8, 8)), np.ones((1, 2, 4, 4))), 9.0),
+    "few heads": (lambda: figures.relative_maps(np.ones((2, 3, 5, 5)), np.ones((2, 3))), 3.9),
+    "many heads": (lambda: figures.relative_maps(np.ones((1, 16, 5, 5)), np.ones((1, 16))), 9.0),
+    "few puzzles": (lambda: panels([[Panel(IMAGE, "a")] * 3], (2, 3)), 4.5),
+    "named puzzles": (lambda: panels([[Panel(IMAGE, "a")] * 3], (2, 3), ["row"]), 5.35),
+    "many puzzles": (lambda: panels([[Panel(IMAGE, "a")] * 9], (2, 3), ["row"]), 9.0),
+}  # fmt: skip
+"""Each kind of figure, and its width in inches: as many as its panels need, up to those of the page."""
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_figure_is_as_wide_as_its_panels_need_and_its_letters_have_the_page_s_sizes(kind: str) -> None:
+    make, width = LAYOUTS[kind]
+    figure = make()
+    assert figure.get_figwidth() == pytest.approx(width) and width <= figures.PAGE_WIDTH
+    assert 0.5 < figure.get_figheight() < 9.0
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text() and text.get_visible()]
+    placed = [text for text in texts if text.get_text() in LETTERS]
+    assert placed and {text.get_fontsize() for text in placed} <= {6, 7, *(figures.TICK, figures.LABEL, figures.TITLE)}
+
+
+LETTERS = {
+    *"abcdefghitxyz",
+    "loss",
+    "error",
+    "one",
+    "blind",
+    "row",
+    "sky",
+    "tree",
+    "head 1",
+    "layer 1",
+    "mean",
+    "input",
+}
+
+
+def test_small_panels_stand_as_close_as_they_are_high() -> None:
+    """Their heights follow from the images: twice as many rows are twice as high, but for the names."""
+    rows = [figures.image_rows([("a", [IMAGE])] * count).get_figheight() for count in (1, 2, 3)]
+    masks = [mask_rows([("x", IMAGE, {"a": MASK})] * count, ("sky", "tree")).get_figheight() for count in (1, 2, 3)]
+    puzzles = [panels([[Panel(IMAGE)] * 2] * count, (2, 3)).get_figheight() for count in (1, 2, 3)]
+    for (one, two, three), cell in ((rows, 1.6 / math.sqrt(2 / 3)), (masks, 2.2), (puzzles, 1.5)):
+        assert two - one == pytest.approx(three - two) == pytest.approx(cell * 8 / 12, abs=0.03)
+    titled = panels([[Panel(IMAGE, "a")] * 2] * 3, (2, 3)).get_figheight()
+    assert titled - puzzles[2] == pytest.approx(3 * 0.19)

@@ -190,7 +190,7 @@ def test_peak_scales_with_the_global_batch() -> None:
 
 def test_by_default_the_rate_follows_the_batch_the_updates_and_what_is_trained() -> None:
     plain = OptimConfig()
-    for batch in (256, 512, 4096):  # what recipes of this field have: 5e-4 for 512, in proportion
+    for batch in (256, 384, 512, 4096):  # what recipes of this field have: 5e-4 for 512, in proportion
         assert peak_rate(plain, batch, updates=1000) == pytest.approx(5e-4 * batch / 512)
     assert peak_rate(plain, 64) == pytest.approx(peak_rate(plain, 256) / 2)  # the root below
     assert peak_rate(plain, 255) == pytest.approx(peak_rate(plain, 256), rel=0.01)

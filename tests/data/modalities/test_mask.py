@@ -16,7 +16,7 @@ from situs.data.augment.recipes import AugmentConfig, apply_masked, draw
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.modalities.mask import MaskConfig, MaskPipeline
+from situs.data.modalities.mask import MaskConfig, MaskPipeline, _extent
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 
@@ -197,3 +197,20 @@ def test_an_image_is_kept_as_large_as_its_crops_need_and_a_row_takes_so_much(
     assert [abs(min(sides) - side) <= 0.5 for sides in values["sides"].tolist()] == [True] * 3
     held = sum(values[name].nbytes for name in ("image", "mask")) / 3
     assert held / 1.5 < pipeline.row_bytes < 1.5 * held
+
+
+@pytest.mark.parametrize(
+    ("augment", "extent"),
+    [
+        ({"crop": "scaled", "scales": (0.5, 2.0)}, (1.0, 2)),
+        ({"crop": "scaled", "scales": (0.8, 2.5)}, (2**0.5, 2)),
+        ({"crop": "scaled", "scales": (0.2, 2.0)}, (1.0, 4)),  # at most four
+        ({"crop": "scaled", "scales": (2.0, 2.0)}, (2.0, 1)),
+        ({"crop": "resized", "scale": (0.25, 1.0)}, (2**0.5, 1)),
+        ({"crop": "resized", "scale": (0.04, 1.0)}, (5**0.5, 2)),
+        ({"crop": "resized", "scale": (0.16, 0.25)}, (5**0.5, 1)),
+        ({"crop": "none"}, (1.0, 1)),
+    ],
+)
+def test_an_image_is_kept_midway_between_its_crops(augment: dict[str, Any], extent: tuple[float, int]) -> None:
+    assert _extent(AugmentConfig(**augment)) == pytest.approx(extent)

@@ -261,6 +261,14 @@ def test_balanced_training_draws_every_class_equally_often(tmp_path: Path, resid
     assert torch.cat([batch.targets["label"] for batch in held]).bincount().tolist() == [30, 6]
 
 
+def test_steps_that_draw_by_chance_are_not_balanced(tmp_path: Path) -> None:
+    source = TensorSource(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.arange(8) % 2, ("a", "b"), "set")
+    config = DataConfig(balanced=True, img_size=4, channels=1, batch=4, workers=0)
+    with pytest.raises(SitusError, match="cannot be used with differential privacy") as error:
+        make_loader(config, AugmentConfig(), source=source, step_sampler=lambda step, n, batch: torch.arange(batch))
+    assert error.value.field == "balanced"
+
+
 def test_only_sets_with_a_class_a_sample_are_balanced(tmp_path: Path) -> None:
     config = DataConfig(str(images_at(tmp_path / "flat")), balanced=True, img_size=4, channels=1, workers=0)
     with pytest.raises(SitusError, match=r"has no labels; balanced applies only to single-label") as error:

@@ -100,6 +100,18 @@ def test_the_kernels_are_layernorm_of_the_sum_and_its_gradients():
     assert interpreted(FEW + COMPARE) == "same function"
 
 
+@pytest.mark.parametrize("width", [8, 24, 48, 96, 192, 320, 384, 768, 1000, 1024, 1152, 1280, 1536, 3072, 4096])
+def test_tiles_cover_a_row_with_little_beside_it_and_a_program_reads_about_as_much(width: int) -> None:
+    shape = import_module("situs.core.kernels.gpu.norm")._tiles(width)
+    tile, parts, rows = shape["tile"], shape["parts"], shape["rows"]
+    assert (shape["width"], tile & (tile - 1)) == (width, 0) and tile <= 512
+    assert (parts - 1) * tile < width <= parts * tile and parts <= max(4, -(-width // 256))
+    assert tile >= 16 or width < 16
+    assert rows * tile == 4 * 256
+    exact = {48: (16, 3), 320: (256, 2), 1024: (256, 4), 1152: (512, 3), 1536: (512, 3)}
+    assert exact.get(width, (tile, parts)) == (tile, parts)
+
+
 @pytest.mark.slow
 def test_the_kernels_are_layernorm_of_the_sum_and_its_gradients_in_all_cases():
     assert triton(ALL + COMPARE, TRITON_INTERPRET="1") == "same function"
