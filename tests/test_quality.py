@@ -65,7 +65,6 @@ COVERED = {
     "situs.data.sources.manifest": "test_check",
     "situs.data.modalities": "test_config",
     "situs.data.pipeline": "test_modalities",
-    "situs.data.preparation": "test_export",
     "situs.data.text": "test_text",
     "situs.data.modalities.base": "test_config",
     "situs.locks.attacks.adapter": "test_recovery",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,19 @@ def test_buffers_of_a_state_dict_are_left_out() -> None:
         [captured] = open_uploads(upload, victim.trains)
         assert captured.sent == "weights"
         assert captured.gradients.keys() == {name for name, _ in victim.model.backbone.named_parameters()}
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(0.05, False), (0.1, False), (0.11, True), (5.0, True)])
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_rounding_that_the_stated_noise_drowns_is_no_caveat(ratio: float, said: bool, rate: float | None) -> None:
+    """In units of the gradient: a difference of weights is the rate times it."""
+    weights = {"w": torch.full((2, 2), 3.0)}
+    captured = Captured("it", weights, "difference", ratio * (rate or 1.0), "bfloat16")
+    stated = create_defence("noise=1" if rate is None else f"fedavg=2:{rate / 2}+noise=1")
+    gradients, rounding = captured.under(stated)
+    assert rounding == pytest.approx(ratio) and torch.equal(gradients["w"], weights["w"] / (rate or 1.0))
+    assert bool(captured.caveat(stated, 1)) is said
+    both = replace(captured, mismatch="it is of other images").caveat(stated, 1)
+    assert both.startswith("it is of other images") and ("; the upload comes from" in both) is said
+    plain = replace(captured, sent="gradient")
+    assert plain.under(stated)[0] is weights and plain.under(stated)[1] == captured.rounding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -163,6 +163,48 @@ def test_defences_by_name(text: str, said: str) -> None:
     with pytest.raises(SitusError, match=said) as caught:
         create_defence(text)
     assert caught.value.field == "defences"
+
+
+@pytest.mark.parametrize(
+    ("text", "changed", "label", "control"),
+    [
+        ("none", {}, "none", "none"),
+        ("noise=0.5", {}, "noise σ=0.5", "none"),
+        ("noise=0", {}, "noise σ=0", "noise"),
+        ("clip=0.5:0", {}, "clip C=0.5, noise 0·C", "clip"),
+        ("clip-batch=2", {}, "clip-batch C=2", "clip-batch"),
+        ("fp16", {"dtype": torch.float16}, "fp16", "none"),
+        ("bf16", {"dtype": torch.bfloat16}, "bf16", "none"),
+        ("int8", {"dtype": torch.int8}, "int8", "none"),
+        ("autocast", {"autocast": True}, "autocast", "none"),
+        ("dropout=0.2", {"dropout": 0.2}, "dropout p=0.2", "none"),
+        ("accumulate=3", {"batch": 6, "parts": 3}, "accumulate 3 batches", "accumulate"),
+        ("accumulate=1", {"batch": 2, "parts": 1}, "accumulate 1 batch", "accumulate"),
+        ("fedavg=3:0.5", {"local_steps": 3, "lr": 0.5}, "fedavg k=3, rate 0.5", "fedavg"),
+        (
+            "fedavg-adam=3:0.5",
+            {"local_steps": 3, "lr": 0.5, "adam": True},
+            "fedavg-adam k=3, rate 0.5",
+            "fedavg-adam",
+        ),
+        ("mjp=0.3", {}, "mjp γ=0.3", "mjp"),
+        ("withhold=0", {}, "withhold the embedding", "withhold"),
+        ("withhold=1", {}, "withhold the embedding and 1 block", "withhold"),
+        ("withhold=2", {}, "withhold the embedding and 2 blocks", "withhold"),
+        ("fedavg=3:0.5+fp16", {"local_steps": 3, "lr": 0.5, "dtype": torch.float16}, "fedavg k=3, rate 0.5 + fp16",
+         "together"),
+    ],
+)  # fmt: skip
+def test_what_a_defence_makes_of_the_step_and_what_is_left_of_it_in_a_control(
+    text: str, changed: dict[str, Any], label: str, control: str
+) -> None:
+    """A control has no noise, no rounding and no dropout; what is exact stays."""
+    defence, step = create_defence(text), Step(2, seed=7)
+    assert defence.step(step) == replace(step, **changed) and defence.label == label
+    assert defence.noiseless.name == control
+    assert control in ("none", "together") or defence.noiseless == defence
+    assert defence.noiseless.noise_level(1) == 0 and defence.noiseless.step(step).dtype == torch.float32
+    assert (defence.hidden_share is None) is ("mjp" not in text) and defence.per_sample is text.startswith("clip=")
 
 
 def test_attacks_by_name() -> None:

@@ -21,7 +21,7 @@ from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.run import take_turns
-from situs.audit.scores import measure, psnr
+from situs.audit.scores import BEST_PSNR, measure, psnr
 from situs.errors import SitusError
 from situs.findings import NO_NOISE
 
@@ -214,6 +214,31 @@ def test_an_attack_that_gives_back_nan_fails_alone_and_hides_no_image_that_it_fo
     black, last = test.real()[3:].clone(), test.real()[3:]
     black[:, :, :2] = 0.0
     assert (found[broken].scores["psnr"] or [])[3] == pytest.approx(float(psnr(black, last)))
+
+
+def test_pictures_are_compared_with_what_the_model_was_fed_too_and_nan_is_black(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model mirrors its images, all but the first; the attack finds what came of them, but for some pixels."""
+    test = images(4)
+
+    def fed(_backbone: Any, _stem: Any, _inputs: Any, x: torch.Tensor) -> torch.Tensor | None:
+        return None if torch.equal(x[0], test.pixels[0]) else x.flip(-1)
+
+    class Mirrored(Spy):
+        def recover(self, *args: Any) -> Recovery:
+            found = test.pixels.flip(-1)
+            found[0], found[3, 0, :2] = test.pixels[0], torch.nan
+            return Recovery(found, [{}] * 4)
+
+    monkeypatch.setattr(engine, "pictures_fed", fed)
+    [found] = run([Case("", backbone, NoDefence(), Mirrored())], test).values()
+    black, last = test.real()[3:].flip(-1), test.real()[3:].flip(-1)
+    black[:, :, :2] = 0.0
+    wanted = [BEST_PSNR] * 3 + [float(psnr(black, last))]
+    assert found.scores["psnr"] == pytest.approx(wanted)
+    against = psnr(black, test.real()[3:])
+    assert float(against) < wanted[3]  # the closer of the two counts
 
 
 def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_does(backbone: Any) -> None:

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor, nn
 
 from situs.audit import audit_gradients, audit_settings
+from situs.audit.defences.sent import OwnDp
 from situs.audit.gradients import Audit
+from situs.audit.public import ATTACKED, CHOSEN
 from situs.audit.scores import Lpips
+from situs.audit.victim import Victim
 from situs.errors import SitusError
+from situs.findings import ACTIVE, HONEST
 from situs.models import open_model
 
 
@@ -106,3 +111,43 @@ def test_images_that_lpips_cannot_measure_are_refused_before_anything_is_attacke
     with pytest.raises(SitusError) as caught:
         audit_gradients("test_vit", "samples", img_size=16, count=1, lpips=Path("weights.safetensors"))
     assert caught.value.fields == ("lpips",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "defences", "attacks", "searched", "bounded"),
+    [
+        ({}, ["none", "noise", "clip", "no-pe-gradient"], ATTACKED, False, False),
+        ({"fail_above": "psnr=20"}, ["none"], ATTACKED, True, True),
+        ({"fail_above": "blind", "attacks": ["matching"]}, ["none"], ["matching"], False, True),
+        ({"attacks": ["matching"]}, ["none", "noise", "clip", "no-pe-gradient"], ["matching"], False, False),
+        ({"server": "active"}, ["none", "noise", "clip", "no-pe-gradient"], CHOSEN, False, False),
+        ({"server": "active", "fail_above": "psnr=20"}, ["none"], CHOSEN, False, False),
+        ({"server": "active", "attacks": ["crafted"], "defences": ["noise=1"]}, ["noise"], ["crafted"], False, False),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_attacked_by_whom_unless_it_is_said(
+    asked: dict[str, Any],
+    defences: list[str],
+    attacks: list[str],
+    searched: bool,
+    bounded: bool,
+    own: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run's own defence comes first, and a gate judges it alone: it is what would be sent."""
+    seen: dict[str, Any] = {}
+
+    def attack(_model: Any, _test: Any, tried: Any, against: Any, **fields: Any) -> Any:
+        seen.update(fields, tried=[each.name for each in tried], against=[each.name for each in against])
+
+    monkeypatch.setattr("situs.audit.public.attack_gradients", attack)
+    if own:
+        monkeypatch.setattr(Victim, "own_defence", OwnDp(1.0, 2.0, "ε = 3"))
+    audit_gradients(small_vit(16).model, "samples", count=2, img_size=16, **asked)
+    if own and "defences" not in asked:
+        defences = ["dp-sgd"] if "fail_above" in asked else ["dp-sgd", *defences]
+    assert (seen["against"], seen["tried"]) == (defences, list(attacks))
+    assert (seen["search"] is not None, seen["bounded"]) == (searched, bounded)
+    assert seen["threat"] is (ACTIVE if "server" in asked else HONEST)
+    assert (seen["limit"] is not None) is ("fail_above" in asked)

@@ -10,6 +10,8 @@ import torch
 
 from situs.audit.attacks.ordering import (
     STEPS,
+    _fits,
+    _rivals,
     agreed,
     grown,
     joined,
@@ -58,6 +60,27 @@ def test_pieces_fit_the_box_and_orders_have_every_patch_once(noise: float) -> No
     where = {patch: divmod(place, GRID[1]) for place, patch in enumerate(order.tolist())}
     offsets = {tuple(np.subtract(where[patch], cell)) for cell, patch in piece.items()}
     assert len(offsets) == 1  # the piece stays together
+
+
+def test_a_border_is_as_sure_as_the_best_other_one_of_either_patch_is_dear() -> None:
+    """By loops; no patch is its own neighbour, and of two equal costs each is the other's rival."""
+    chance = np.random.default_rng(0)
+    table = chance.random((6, 6)) + np.diag(np.full(6, np.inf))
+    table[2, 4] = table[2, 5]
+    found = list(_rivals(table))
+    assert [(j, k) for j, k, _ in found] == [(j, k) for j in range(6) for k in range(6) if j != k]
+    for j, k, rival in found:
+        row = [table[j, other] for other in range(6) if other != k]
+        column = [table[other, k] for other in range(6) if other != j]
+        assert rival == min(*row, *column)
+
+
+@pytest.mark.parametrize(
+    ("cells", "fits"),
+    [([(0, 0), (1, 2)], True), ([(-1, 5), (0, 7)], True), ([(0, 0), (2, 0)], False), ([(0, -1), (0, 2)], False)],
+)
+def test_cells_fit_a_box_wherever_it_stands(cells: list[tuple[int, int]], fits: bool) -> None:
+    assert _fits(tuple(cells), (2, 3)) is fits
 
 
 def test_what_is_kept_is_each_others_best() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from torch.nn import functional as F
 
 from situs.audit import AdaptiveMJP, Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.attacks.base import Ready
-from situs.audit.attacks.patchembed import THROUGH, System, _by_channel, byte_values, see_through, solve_patches
+from situs.audit.attacks.patchembed import (
+    THROUGH,
+    System,
+    _by_channel,
+    _standardised,
+    byte_values,
+    see_through,
+    solve_patches,
+)
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
@@ -314,3 +323,27 @@ def test_numbers_without_one_channel_factor_and_offset_each_have_no_such_order(c
     else:
         index[:, 0] = (index[:, 0] + 16) % 48  # four of one channel become five
     assert _by_channel(Scaled(index, scale, shift), (3, 4, 4)) is None
+
+
+def test_errors_of_standardised_equations_are_those_that_noise_and_rounding_make() -> None:
+    """By draws: two uploads of three numbers of the table's width, five patches far from 0."""
+    chance = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance, dtype=torch.float64)
+
+    view: Any = SimpleNamespace(centre=4 + drawn(5, 40), spread=2.0)
+    weight, table = 3 * drawn(2, 3, 40), drawn(2, 5, 3) * torch.tensor([1.0, 2.0, 4.0])
+    clean, errs = _standardised(view, System(weight, table, torch.float64, 0.1))
+    torch.testing.assert_close(clean.weight, (weight - torch.einsum("bnd,nk->bdk", table, view.centre)) / 2)
+    squares = torch.zeros(2, 3, dtype=torch.float64)
+    for _ in range(400):
+        noisy = System(weight + 0.1 * drawn(2, 3, 40), table + 0.1 * drawn(2, 5, 3), torch.float64, 0.1)
+        squares += (_standardised(view, noisy)[0].weight - clean.weight).square().mean(dim=2) / 400
+    torch.testing.assert_close(squares, errs, rtol=0.2, atol=0)
+    coarse = System(weight.bfloat16().double(), table.bfloat16().double(), torch.bfloat16, 0.0)
+    found, errs = _standardised(view, coarse)
+    share = (found.weight - clean.weight).square().mean(dim=2) / errs
+    assert float(share.max()) < 1 and float(share.mean()) > 0.05
+    lost = System(weight, table.index_fill(2, torch.tensor([1]), torch.nan), torch.float64, 0.1)
+    assert bool(_standardised(view, lost)[1].isfinite().all())

@@ -11,6 +11,7 @@ import torch
 from builders import small_vit
 from safetensors.torch import save_file
 from sent import CLASSES, classifier, pictures
+from tiny_texts import write_folder
 from torch import nn
 
 from situs.audit.deadline import Deadline
@@ -211,3 +212,9 @@ def test_models_that_cannot_be_attacked_are_refused() -> None:
     without = open_model(model(), img_size=16)
     with pytest.raises(SitusError, match="was trained without positions"):
         audit_split(replace(without, positions=False), source())
+
+
+def test_a_model_of_words_is_told_to_bring_texts(tmp_path: Path) -> None:
+    words = open_model(write_folder(tmp_path / "it", "bert"), any_weights=True)
+    with pytest.raises(SitusError, match=r"takes no images, .*; for a language model give a \.txt file$"):
+        audit_split(words, source())
