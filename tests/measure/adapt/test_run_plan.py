@@ -110,8 +110,8 @@ def a_bench(clock: Clock, test: int | None, *, shape: tuple[int, int] = (96, 64)
     ("test", "limit", "size", "said"),
     [
         (None, 120.0, None, ""),  # 30 s are a quarter of the limit, which is not too much
-        (None, 119.0, (92, 60), "about 30 s. The time limit for everything is 1.98333 min"),
-        (10, 120.0, (72, 48), "about 50 s. The time limit for everything is 2 min"),  # the test images twice
+        (None, 119.0, (92, 60), "about 30 s to compute. The time limit for everything is 1.98333 min"),
+        (10, 120.0, (72, 48), "about 50 s to compute. The time limit for everything is 2 min"),  # the test images twice
         (60, 60.0, (28, 28), "about 2 min"),  # not below seven patches to a side
         (600, 1.0, (28, 28), "about 20 min"),
     ],
@@ -124,9 +124,9 @@ def test_images_become_smaller_as_the_time_asks(
     taken, line = affordable(bench, Initial("", "m"), limit, any_size=True)
     assert taken == size and said in line and bool(line) == (size is not None)
     kept, advice = affordable(bench, Initial("", "m"), limit, any_size=False)
-    assert kept is None and (size is None or f"(img_size={size[0]}) or more minutes help." in advice)
+    assert kept is None and (size is None or f"smaller images (img_size={size[0]})" in advice)
     small: Any = a_bench(Clock(monkeypatch), 10, shape=(28, 24))  # seven patches by six: there is no smaller size
-    assert affordable(small, Initial("", "m"), 1.0, any_size=True)[1].endswith("min. More minutes help.")
+    assert affordable(small, Initial("", "m"), 1.0, any_size=True)[1].endswith(" min; allow more minutes.")
     small.device = torch.device("cuda")
     assert affordable(small, Initial("", "m"), 1.0, any_size=True) == (None, "")
 
