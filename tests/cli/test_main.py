@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -302,3 +303,11 @@ def test_what_the_gpu_of_a_mac_cannot_compute_is_one_sentence(monkeypatch, capsy
     said = capsys.readouterr().err
     assert said.startswith("situs: device=mps: torch cannot compute this on mps (Cannot convert a MPS Tensor")
     assert said.endswith("; use --device cpu\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_what_a_verb_was_asked_for_cannot_be_changed(verb: str) -> None:
+    kind = cli.verb_type(verb)
+    kinds = [each for each in kind.__mro__ if dataclasses.is_dataclass(each)]
+    kinds += [type(field.default) for field in dataclasses.fields(kind) if dataclasses.is_dataclass(field.default)]
+    assert kinds and all(each.__dataclass_params__.frozen for each in kinds)  # type: ignore[attr-defined]

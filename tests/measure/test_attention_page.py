@@ -36,7 +36,7 @@ ENTROPY = torch.tensor([[1.0, 0.5, 1.5], [2.0, 0.25, 1.25]]).double()
 
 @pytest.mark.parametrize(
     ("near", "said"),
-    [(0, "No head is local (mean"), (1, "One head is local (mean"), (2, "2 heads are local (mean"), (6, "6 heads")],
+    [(0, "No head is local"), (1, "One head is local"), (2, "2 heads are local"), (6, "6 heads are local")],
 )
 def test_a_head_is_local_below_half_the_distance_of_uniform_attention(near: int, said: str) -> None:
     # Two random places of 2 × 3 are (4 · 1 + 4 √2 ... ) apart on average: the mean over all 36 pairs.
@@ -48,9 +48,9 @@ def test_a_head_is_local_below_half_the_distance_of_uniform_attention(near: int,
     assert (
         said in sentence and "Of 6 heads, head 2 of layer 2 (0.25 nats, like uniform attention to 1.3 of 8" in sentence
     )
-    assert "head 1 of layer 2 (2.00 nats, like uniform attention to 7.4 of 8 tokens) the widest" in sentence
+    assert "head 1 of layer 2 (2.00 nats, like uniform attention to 7.4 of 8 tokens) has the widest" in sentence
     # A tenth of six places is 0.6 of the brightest one.
-    assert sentence.startswith("In layer 2 CLS puts 45 % of its patch attention")
+    assert "gets 45 % of the patch attention of CLS" in sentence
     assert result.numbers()["uniform_distance"] == pytest.approx(mean)
     assert f"a distance of {mean:.1f} patches on this 2×3 grid" in result.figures()[1].caption
 

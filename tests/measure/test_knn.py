@@ -113,9 +113,9 @@ def test_the_best_layer_is_named_where_it_is_not_the_last() -> None:
     assert said.sentence.startswith(
         "After the last block, the top-1 of kNN is 50.00 % with the CLS token and 43.75 % with the mean of the patches."
     )
-    assert said.sentence.endswith(" The mean of the patches after block 2 is best: 75.00 %.")
+    assert said.sentence.endswith(" The best top-1 is 75.00 %, with the mean of the patches after block 2.")
     assert said.numbers == (
-        ("75.00 %", "top-1 at best, after block 2 (always predicting the largest class: 50.0 %)"),
+        ("75.00 %", "best top-1, after block 2 (always predicting the largest class: 50.0 %)"),
     )  # fmt: skip
     (table,) = said.tables
     assert [list(row) for row in table.rows] == [
@@ -124,7 +124,7 @@ def test_the_best_layer_is_named_where_it_is_not_the_last() -> None:
     assert table.header[0] == "after block" and len(table.header) == 5
     assert "20 images, k = 3 of 3,000, weights exp(similarity / 0.07)" in table.title
     assert "equal weights" in layers(*ROWS, temperature=None).summary().tables[0].title
-    assert "is best" not in layers(*ROWS[:2]).summary().sentence  # the last layer is the best
+    assert "The best top-1" not in layers(*ROWS[:2]).summary().sentence  # the last layer is the best
 
 
 def test_the_curve_has_a_line_for_each_pool_and_the_largest_class() -> None:

@@ -82,17 +82,17 @@ def test_a_commit_ends_the_step(rate: float, share: float | None) -> None:
 @pytest.mark.parametrize(
     ("facts", "share", "clip", "mode", "said"),
     [
-        ({"rate": -1e-9, "fine": True}, None, None, "norm", "a commit with the rate"),
-        ({"rate": 1e30, "fine": True}, None, None, "norm", "a commit with the rate"),
-        ({"rate": float("nan"), "fine": True}, None, None, "norm", "a commit with the rate"),
-        ({"rate": "0.1", "fine": True}, None, None, "norm", "a commit with the rate"),
-        ({"rate": 0.1, "fine": 1}, None, None, "norm", "a commit with the rate"),
-        ([0.1], None, None, "norm", "a commit with the rate"),
-        ({"rate": 0.1, "fine": False}, None, 1.0, "norm", "without its clipping factor"),
-        ({"rate": 0.1, "fine": False}, 0.5, None, "norm", "with an unexpected clipping factor"),
-        ({"rate": 0.1, "fine": False}, 0.5, 1.0, "value", "with an unexpected clipping factor"),
-        ({"rate": 0.1, "fine": False}, 1.01, 1.0, "norm", "a clipping factor outside"),
-        ({"rate": 0.1, "fine": False}, -0.01, 1.0, "norm", "a clipping factor outside"),
+        ({"rate": -1e-9, "fine": True}, None, None, "norm", "the learning rate of a commit is"),
+        ({"rate": 1e30, "fine": True}, None, None, "norm", "the learning rate of a commit is"),
+        ({"rate": float("nan"), "fine": True}, None, None, "norm", "the learning rate of a commit is"),
+        ({"rate": "0.1", "fine": True}, None, None, "norm", "the learning rate of a commit is"),
+        ({"rate": 0.1, "fine": 1}, None, None, "norm", "the learning rate of a commit is"),
+        ([0.1], None, None, "norm", "the learning rate of a commit is"),
+        ({"rate": 0.1, "fine": False}, None, 1.0, "norm", "has no clipping factor"),
+        ({"rate": 0.1, "fine": False}, 0.5, None, "norm", "an unexpected clipping factor"),
+        ({"rate": 0.1, "fine": False}, 0.5, 1.0, "value", "an unexpected clipping factor"),
+        ({"rate": 0.1, "fine": False}, 1.01, 1.0, "norm", "the clipping factor of the commit is outside"),
+        ({"rate": 0.1, "fine": False}, -0.01, 1.0, "norm", "the clipping factor of the commit is outside"),
     ],
 )
 def test_a_commit_that_cannot_be_is_refused(

@@ -112,9 +112,9 @@ def test_more_seeds_are_added_to_a_folder_and_never_taken_away(tmp_path: Path) -
     assert not out.exists()  # and nothing is written
     for asked, seeds in ((1, 1), (4, 4), (2, 4), (None, 4)):
         assert StudyFolder.create(out, study, file, "paper", asked).seeds == seeds
-    with pytest.raises(SitusError, match="out: holds scale 'paper', not 'quick'"):
+    with pytest.raises(SitusError, match="out: was started with scale 'paper', not 'quick'"):
         StudyFolder.begun(out, study, file, "quick", None)
-    with pytest.raises(SitusError, match="out: holds study 'mine', not 'other'"):
+    with pytest.raises(SitusError, match="out: was started with study 'mine', not 'other'"):
         StudyFolder.begun(out, study, tmp_path / "other.toml", "paper", None)
     with pytest.raises(SitusError, match="seeds=0"):
         StudyFolder.begun(out, study, file, "paper", 0)
@@ -153,7 +153,7 @@ def test_a_state_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
         task = found.tasks["pre-0"]
         task.folder.parent.mkdir(exist_ok=True)
         task.file("json").write_text(json.dumps(written))
-        with pytest.raises(SitusError, match=r"pre-0\.json: has no state of the job"):
+        with pytest.raises(SitusError, match=r"pre-0\.json: does not contain the state of a job"):
             found.ended(task)
 
 

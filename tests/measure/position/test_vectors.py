@@ -169,14 +169,14 @@ def test_what_the_figures_draw(looks: list[TableAnalysis], monkeypatch: pytest.M
             slow = [torch.cosine_similarity(centred[5 * r + c], other, dim=0) for other in centred]
             torch.testing.assert_close(maps[look.title][r, c].flatten(), torch.stack(slow))
         assert drawn[f"cosine{end}"].options["limits"] == (-1, 1)
-        assert "equal distances" not in drawn[f"cosine{end}"].caption
+        assert "evenly spaced" not in drawn[f"cosine{end}"].caption
     shown = max(look.spectrum.components_for(0.99) for look in looks) + 1
     for look in looks:
         x, y = drawn["energy"].values[0][look.title]
         assert x.tolist() == [*range(1, min(shown, 16) + 1)]
         assert y.tolist() == pytest.approx([100 * share for share in look.spectrum.energy[:shown]])
     large = PositionTables([look_at("large", table(grid=(6, 5)))], []).figures()
-    assert "Maps are shown for 25 positions at equal distances." in large[2].caption
+    assert "maps for 25 evenly spaced positions" in large[2].caption
 
 
 def test_the_rows_of_the_tables_and_the_first_screen(looks: list[TableAnalysis]) -> None:
@@ -213,7 +213,7 @@ def test_the_rows_of_the_tables_and_the_first_screen(looks: list[TableAnalysis])
 
 
 @pytest.mark.parametrize(
-    ("count", "channels", "said"), [(16, 16, "least norm"), (17, 16, "hardly"), (31, 16, "hardly"), (32, 16, "")]
+    ("count", "channels", "said"), [(16, 16, "smallest norm"), (17, 16, "hardly"), (31, 16, "hardly"), (32, 16, "")]
 )
 def test_few_places_at_the_bounds(count: int, channels: int, said: str, looks: list[TableAnalysis]) -> None:
     look = replace(looks[0], decoded=replace(looks[0].decoded, fitted=count))

@@ -180,7 +180,7 @@ def test_the_first_screen_has_four_measures_with_what_they_were_measured_on() ->
     assert [label.partition(",")[0] for _, label in shown] == ["top-1", "mCE", "mCE", "ImageNet-A"]
     assert shown[0] == ("80.0 %", "top-1, clean, val, 400 images")
     assert list(rows[-1]) == ["ImageNet-O, AUPR", "40.0 %", "1,500 anomalies against 4,500 of normal; chance 25.0 %"]
-    assert list(rows[3])[2] == "a, 80 images, among its 20 classes"
+    assert list(rows[3])[2] == "a, 80 images; top-1 among its 20 classes"
     best = replace(found(count=50_000), published="c")
     assert best.summary().tables[-1].rows[2][2] == "comparable with published models"
     assert replace(best, outputs=999).caveat == (
