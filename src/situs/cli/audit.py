@@ -430,7 +430,7 @@ class Split(ImageArgs):
     """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """Number of blocks on the client. half: half of the blocks. last: all blocks except the last."""
+    """Number of blocks on the client; half (of all blocks); or last (the server has only the last block)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the sent features: own (as the model computes them) or bf16 (bfloat16)."""

@@ -40,10 +40,10 @@ in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of
 mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code prints the norm.
 Consistency is the share of samples whose answer stays the same, right or wrong.
 
-With the mask hidden from the model, all position embeddings stay, so the shuffled patches have wrong positions. The
-numbers then measure the effect of shuffling. With the mask known, the position embeddings inside the mask are removed.
-On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the effect of lost positions. The
-papers do not say whether they report numbers with the mask hidden or with the mask known.
+With the mask hidden, the model does not get the mask: each place keeps its position embedding, so the shuffled patches
+have wrong positions. The numbers then measure the effect of shuffling. With the mask known, the position embeddings
+inside the mask are removed. On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the
+effect of lost positions. The papers do not say which of the two they report.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -173,7 +173,8 @@ class ConsistencyCurve(Result):
     def _sentence(self) -> str:
         ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
         if not ratios:
-            return f"Nothing was shuffled, because at these γ a mask has at most one of {math.prod(self.grid)} patches."
+            patches = math.prod(self.grid)
+            return f"Nothing was shuffled: with these values of γ at most one of {patches} patches is in the mask."
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
         at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]

@@ -123,7 +123,8 @@ class Correlations(Result):
             f"are from one sample, and by {last['across']:.2f} if they are from two samples. The features of one "
             f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The features of the same "
             f"position in two samples correlate by {last['across_same']:.2f}, {more} than the features of different "
-            f"positions. {finding}. A shared position adds most {where}: {means[peak]['position']:.2f}."
+            f"positions. {finding}. A shared position increases the correlation most {where}: by "
+            f"{means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))

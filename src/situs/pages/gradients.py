@@ -201,7 +201,8 @@ def _lead(audit: Audit) -> str:
     else:
         thing = things.removesuffix("s")
         best = f"the most exposed {thing} was recovered with a PSNR of {worst.worst_psnr:.1f} dB"
-        first = f"From {step} of training, {audit.threat.server} recovered no {thing} exactly; {best}."
+        server = audit.threat.server[0].upper() + audit.threat.server[1:]
+        first = f"{server} recovered no {thing} exactly from {step} of training; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
     first += f" {others_of(worst, things)}." if worst.others else ""

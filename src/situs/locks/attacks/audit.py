@@ -233,9 +233,9 @@ in bits. We assume that the attacker knows which channels are wrong. It must the
 channels. If most channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left
 is 0 if the attack restored the accuracy without the key. The accuracy is judged only if, on the test set, the unlocked
 model is better than the locked model by more than two standard errors. J is the score of a search without the true key.
-J measures how well the correlations of the locked channels agree with those of the unlocked channels. The J of a failed
-search is as low as the J of searches from random starts. Inner groups (MLP units, heads and their channels) are not
-counted, because permuting them does not change what the model computes.
+J measures how well the correlations between the channels of the locked part agree with those of the unlocked part. The
+J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units, heads and their
+channels) are not counted, because permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {

@@ -287,9 +287,9 @@ some positions, and tested on the others. The readers of the features were fitte
 samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
-distance between the head's input before and after the shuffle. With the mask hidden from the model, all position
-embeddings stay, so the shuffled patches have wrong positions. With the mask known, the patches in the mask lose their
-positions. `situs evaluate consistency` measures this effect in more detail.
+distance between the head's input before and after the shuffle. With the mask hidden, the model does not get
+the mask: each place keeps its position embedding, so the shuffled patches have wrong positions. With the mask known,
+the patches in the mask lose their positions. `situs evaluate consistency` measures this effect in more detail.
 
 Permutation equivariance means: if the tokens are permuted before the blocks (with RoPE, together with their rotations),
 the output is permuted in the same way, and the gradients of all weights stay the same.
