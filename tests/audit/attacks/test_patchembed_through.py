@@ -325,14 +325,15 @@ def test_numbers_without_one_channel_factor_and_offset_each_have_no_such_order(c
     assert _by_channel(Scaled(index, scale, shift), (3, 4, 4)) is None
 
 
-def test_errors_of_standardised_equations_are_those_that_noise_and_rounding_make() -> None:
-    """By draws: two uploads of three numbers of the table's width, five patches far from 0."""
+@pytest.mark.parametrize("away", [0.0, 1.0])
+def test_errors_of_standardised_equations_are_those_that_noise_and_rounding_make(away: float) -> None:
+    """By draws: two uploads of three numbers of the table's width, five patches far from 0 or about it."""
     chance = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=chance, dtype=torch.float64)
 
-    view: Any = SimpleNamespace(centre=4 + drawn(5, 40), spread=2.0)
+    view: Any = SimpleNamespace(centre=away * (4 + drawn(5, 40)), spread=2.0)
     weight, table = 3 * drawn(2, 3, 40), drawn(2, 5, 3) * torch.tensor([1.0, 2.0, 4.0])
     clean, errs = _standardised(view, System(weight, table, torch.float64, 0.1))
     torch.testing.assert_close(clean.weight, (weight - torch.einsum("bnd,nk->bdk", table, view.centre)) / 2)
@@ -346,4 +347,6 @@ def test_errors_of_standardised_equations_are_those_that_noise_and_rounding_make
     share = (found.weight - clean.weight).square().mean(dim=2) / errs
     assert float(share.max()) < 1 and float(share.mean()) > 0.05
     lost = System(weight, table.index_fill(2, torch.tensor([1]), torch.nan), torch.float64, 0.1)
-    assert bool(_standardised(view, lost)[1].isfinite().all())
+    without = System(weight, table.index_fill(2, torch.tensor([1]), 0.0), torch.float64, 0.1)
+    (one, one_errs), (other, other_errs) = (_standardised(view, system) for system in (lost, without))
+    assert torch.equal(one.weight, other.weight) and torch.equal(one_errs, other_errs)

@@ -13,6 +13,7 @@ from victims import vit
 from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
+from situs.audit.attacks.solver import SOLVED
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
@@ -167,6 +168,7 @@ def test_a_batch_of_two_comes_apart() -> None:
     best = max(psnr(found.images, x), psnr(found.images.flip(0), x))
     assert best > 54
     assert found.facts[0]["fits"] is True and found.facts[0]["patches_that_fit"] == 8
+    assert 0 < float(found.facts[0]["residual"] or 0.0) <= SOLVED  # the largest of any patch
 
 
 def test_equal_images_are_told_and_found_once() -> None:
