@@ -119,7 +119,7 @@ def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said:
     words = Correlations(depths).summary().sentence
     assert all(each in words for each in said)
     assert ("most after the final norm: by 0.40" in words) == (place == 0.4)
-    assert ("most before the first block: 0.30" in words) == (place < 0.4)
+    assert ("most before the first block: by 0.30" in words) == (place < 0.4)
 
 
 def test_a_row_for_every_depth() -> None:
