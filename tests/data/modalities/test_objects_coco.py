@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "list for a name": (edit("categories", 0, name=["a"]), "must have a number as id, and a name"),
     "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} must have a number as id, and a name"),
     "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0', but iscrowd must"),
-    "outline": (edit("annotations", 0, segmentation=3), "has no outline: it must be a list of polygons"),
+    "outline": (edit("annotations", 0, segmentation=3), "has an invalid segmentation: it must be a list of polygons"),
 }  # fmt: skip
 
 
