@@ -188,7 +188,7 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         notes.append(
             f"The model was trained without positions. But its {' and '.join(map(_WORDS.__getitem__, remaining))} is "
             "not a weight that could be set to zero, so the forward pass of the library (timm or transformers) still "
-            "applies it. That forward pass therefore does not give the trained features. Use situs features to get "
+            "applies it. Therefore that forward pass does not give the trained features. Use situs features to get "
             "the trained features."
         )
     return notes, bool(remaining)
