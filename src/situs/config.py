@@ -99,7 +99,10 @@ class Choice:
         for name in self.options:  # one at a time: looking up an option may import another package
             if self.options[name].Config is type(config):
                 return name
-        raise SitusError(f"{type(config).__name__}: must be the config of one of {', '.join(self.options)}")
+        raise SitusError(
+            f"{type(config).__name__}: is not a config that is known here; give the config of one of "
+            f"{', '.join(self.options)}"
+        )
 
 
 def choice(options: Mapping[str, Any], default: str) -> Any:

@@ -183,7 +183,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: a gate sets an upper limit, but a low {name} means a good copy; choose one of: "
+            f"{asked}={text}: a gate sets an upper limit, but a low {name} means a good copy of the private data; "
+            "choose one of: "
             f"{', '.join(sorted(rising))}",
             field=asked,
         )
@@ -201,7 +202,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     if bound >= rising[name].most:
         raise SitusError(
             f"{asked}={text}: {name} is never above {rising[name].most:g}, so this gate would pass even a perfect "
-            "copy; give a lower number",
+            "copy of the private data; give a lower number",
             field=asked,
         )
     return Limit(name, bound)

@@ -124,7 +124,7 @@ def test_the_sentence_names_the_ceilings_and_who_comes_closest() -> None:
     found = many(0.25, 0.5, 0.125)
     said = found.summary().sentence
     assert said.startswith(
-        "3 cases. The ceiling, the rate of large matrix products on this machine, is bf16 1, fp32 2.5 "
+        "3 cases. The ceiling is the speed of large matrix products on this machine: bf16 1, fp32 2.5 "
     )
     assert said.endswith("TFLOP/s. mp3 comes closest to this ceiling, with 50.0 %.")
     assert many(0.25).summary().sentence.startswith("One case. ")

@@ -36,7 +36,7 @@ def test_looks_at_a_run_that_has_no_positions(trained, tmp_path: Path, capsys: p
     [
         (
             ["test_resnet", "--weights", "random"],
-            "test_resnet: not every token attends to every other token: it is a",
+            "test_resnet: has no attention maps, because not every token attends to every other token: it is a",
         ),
         ([*SWIN, "--weights", "random"], "not every token attends to every other token"),
         (["{one}", "--layer", "3"], "layer=3: must be in 1 to 2"),

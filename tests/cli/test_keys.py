@@ -216,7 +216,7 @@ def test_how_a_locked_model_is_opened_is_said(
     assert first.startswith(f"{tmp_path / 'k'}: key ") and first.endswith(
         ", without a passphrase, readable by you alone (mode 0600)."
     )
-    assert "without the key, the model cannot be unlocked" in second
+    assert "without the key, a locked model cannot be unlocked" in second
     words = ["lock", "m", "--key", str(tmp_path / "k"), "--out", "locked"]
     assert main([*words, "--cover", "--withhold", "embedding,blocks=2"]) == 0
     said, opening = capsys.readouterr().out.splitlines()

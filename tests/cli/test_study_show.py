@@ -16,7 +16,7 @@ from situs.studies.plan import load_study, study_file
 def test_the_list_and_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "show", "--paper", "mp3"]) == 0
     shown = capsys.readouterr().out
-    assert "mp3-table3" in shown and "mjp-table4" not in shown and "(~ means estimated)" in shown
+    assert "mp3-table3" in shown and "mjp-table4" not in shown and "(~ marks an estimate)" in shown
     assert main(["study", "show", "--paper", "mjp", "--numbers"]) == 0
     assert "J: A + JP + UNK + DAL (NLN)" in capsys.readouterr().out
 

@@ -61,7 +61,7 @@ def test_the_stages_of_swin_are_its_maps() -> None:
     assert [tuple(each.shape[1:]) for each in maps] == [(12, 16, 8), (24, 8, 4), (48, 4, 2)]
     wanted = backbone.encode(backbone.embed(inputs), backbone.positions()).patches
     torch.testing.assert_close(maps[-1].flatten(2).transpose(1, 2), wanted)
-    with pytest.raises(SitusError, match="takes only inputs of 64 × 32"):
+    with pytest.raises(SitusError, match="takes only inputs of the size 64 × 32"):
         method.logits(torch.randn(1, 3, 64, 64))
 
 

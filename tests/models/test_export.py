@@ -111,7 +111,7 @@ def test_a_difference_counts_beside_the_largest_output_however_small_that_is(
     assert expected is not None and expected.logits is not None
     share = 0.01 * float(expected.logits[:, 0].abs().max() / expected.logits.abs().max())
     monkeypatch.setattr(export, "run_reloaded", bent)
-    with pytest.raises(SitusError, match=f"differ from the model.s by {share:.1e} of the largest value"):
+    with pytest.raises(SitusError, match=rf"differ from the model.s by {share:.1e} \(relative to the largest value"):
         export_model("run", tmp_path / "y")
 
 

@@ -157,8 +157,8 @@ def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
     card = (export_run(run, tmp_path / "export").path / "README.md").read_text()  # which may be for all to see
     assert f"- Differential privacy: {model.spent}." in card and "| epsilon |" not in card
     assert (
-        "- Split learning: the server saw tokens under the defence noise=0.5, which does not give differential privacy "
-        "(no ε)." in card
+        "- In split learning, the server saw the tokens only after the defence noise=0.5, which does not give "
+        "differential privacy (no ε)." in card
     )
 
 

@@ -34,7 +34,9 @@ def add_adapters(backbone: Backbone, width: int) -> list[str]:
     """Puts an adapter behind the MLP of each block; gives the names of their parameters."""
     for block in backbone.parts():
         if block.mlp.down is None:
-            raise SitusError(f"{backbone.name}: the last layer of its MLP is not known, so Situs cannot add an adapter")
+            raise SitusError(
+                f"{backbone.name}: Situs cannot add an adapter, because it does not know the last layer of the MLP"
+            )
         weight = block.mlp.down.weight
         block.mlp.down.adapter = Adapter(backbone.dim, width).to(weight)
         block.mlp.down.register_forward_hook(_adapted)

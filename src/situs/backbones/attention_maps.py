@@ -42,7 +42,8 @@ def check_attention_maps(backbone: Backbone) -> None:
     """Refuses a model in which not every token attends to every other."""
     if "context" in backbone.refusals:
         raise SitusError(
-            f"{backbone.name}: not every token attends to every other token: {backbone.refusals['context']}"
+            f"{backbone.name}: has no attention maps, because not every token attends to every other token: "
+            f"{backbone.refusals['context']}"
         )
 
 

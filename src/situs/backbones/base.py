@@ -342,7 +342,7 @@ class Backbone(nn.Module, ABC):
         """
         if self.input.shape is None or tuple(x.shape[2:]) != self.input.shape:
             size, shape = (" × ".join(map(str, sides)) for sides in (self.input.shape or (), x.shape[2:]))
-            raise SitusError(f"{self.name}: takes only inputs of {size}, not of {shape}")
+            raise SitusError(f"{self.name}: takes only inputs of the size {size}, not {shape}")
         return self.embed(x), self.positions(), self.grid
 
     def checked_images(self, x: Tensor, dtype: torch.dtype, *, any_size: bool = False) -> Tensor:
@@ -352,7 +352,8 @@ class Backbone(nn.Module, ABC):
         if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
             shapes = f"images must have the shape {wanted}, not {list(x.shape)}"
             raise SitusError(
-                f"{self.name}: {shapes}; the options img_size and in_chans set this shape", field="img_size"
+                f"{self.name}: {shapes}; to accept other shapes, set img_size and in_chans of the model",
+                field="img_size",
             )
         if not x.is_floating_point():
             raise SitusError(f"{self.name}: images must be normalised floats, not {x.dtype}")

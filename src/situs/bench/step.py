@@ -28,10 +28,10 @@ Progress = Callable[["StepTable", str], None]
 
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
-ceiling is the rate of one large matrix product in the same precision, measured in the same run. Only the matrix
-products of a step count as its operations: those of attention too, but not those of recomputation. "Busy" is the share
-of a step in which the GPU runs a kernel: the time of the kernels in a profiled step, divided by the time of a step
-without profiling. The first step includes compilation.
+ceiling is the number of operations per second in one large matrix product, at the same precision and in the same run.
+The operations of a step are those of its matrix products, including attention; products that are computed again for the
+backward pass are not counted. "Busy" is the share of a step in which the GPU runs a kernel: the time of the kernels in
+a profiled step, divided by the time of a step without profiling. The first step includes compilation.
 """
 
 
@@ -113,7 +113,7 @@ class StepTable(Result):
         share = self.share(most)
         best = "" if share is None else f". {most.case.label} comes closest to this ceiling, with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
-        return f"{count}. The ceiling, the rate of large matrix products on this machine, is {ceilings} TFLOP/s{best}."
+        return f"{count}. The ceiling is the speed of large matrix products on this machine: {ceilings} TFLOP/s{best}."
 
     def _notes(self) -> Iterator[str]:
         for case, why in self.failed:

@@ -38,7 +38,7 @@ class Keygen:
         answer(
             {"key": self.out, "id": key.id, "passphrase": self.passphrase},
             f"{self.out}: key {key.id}, {wrapped}, readable by you alone (mode 0600).",
-            "Keep a copy elsewhere: without the key, the model cannot be unlocked.",
+            "Keep a copy of the key elsewhere: without the key, a locked model cannot be unlocked.",
         )
 
 

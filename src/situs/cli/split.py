@@ -52,7 +52,8 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give either a folder of certificates (for tests, make one with situs split certs) or plaintext",
+                "give either a folder of certificates (situs split certs makes one for tests), or plaintext to send "
+                "unencrypted",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)
@@ -333,8 +334,8 @@ class Infer(ClientArgs):
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local; with another server, the rows are always permuted "
-                "as in training; do not set permute",
+                "permute: applies only with server=local; with another server, the tokens (rows) are "
+                "permuted whenever the training permuted them; do not set permute",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

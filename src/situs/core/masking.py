@@ -97,8 +97,8 @@ def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
     """
     if mask.dtype != torch.bool or mask.shape != noise.shape:
         raise SitusError(
-            f"jigsaw: the mask must be torch.bool and have the shape of the noise {tuple(noise.shape)}, "
-            f"but it is {mask.dtype} of shape {tuple(mask.shape)}"
+            f"jigsaw: mask must be torch.bool and have the same shape as noise, {tuple(noise.shape)}, "
+            f"but mask is {mask.dtype} of shape {tuple(mask.shape)}"
         )
     # Both lists have the masked positions first, then the others in order: the k-th masked position receives the
     # k-th of the shuffled ones, and each other position itself.

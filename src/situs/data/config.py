@@ -32,7 +32,7 @@ else:
         bases=(Checked,),
         frozen=True,
     )
-    """Settings of single modalities, one table for each: audio, masks, objects, text, series."""
+    """The settings that apply to only one modality, in one table each: audio, masks, objects, text, series."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def protection(spent: Spent | None, defence: str | None) -> list[str]:
     sentences = [] if spent is None else [f"Differential privacy: {spent}."]
     if defence is not None:
         sentences.append(
-            f"Split learning: the server saw tokens under the defence {defence}, which does not give differential "
-            "privacy (no ε)."
+            f"In split learning, the server saw the tokens only after the defence {defence}, which does not give "
+            "differential privacy (no ε)."
         )
     return sentences

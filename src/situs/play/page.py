@@ -88,8 +88,8 @@ def write_playground(
             break
     else:
         raise SitusError(
-            f"{model.name}: at most {most_mb:g} MB are allowed, but {about['weights']:,} weights make a page of "
-            f"{megabytes:.1f} MB even in 16 bits; use a smaller model",
+            f"{model.name}: at most {most_mb:g} MB are allowed, but with {about['weights']:,} weights in 16 bits "
+            f"the page has {megabytes:.1f} MB; use a smaller model",
             field="most_mb",
         )
     if error > TOLERANCE:

@@ -195,8 +195,9 @@ class StudyList:
         run = sum(result.study.runs for result in self.studies.values())
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
-            f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are for {machine} and one "
-            'seed (~ means estimated). The columns "the paper\'s numbers" and "ours" show how many numbers a table '
+            f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are given for {machine} and "
+            "one "
+            'seed (~ marks an estimate). The columns "the paper\'s numbers" and "ours" show how many numbers a table '
             "has, and the smallest and the largest number of its first column."
         )
 

@@ -132,7 +132,7 @@ class StudyResult(Result):
     def meaning(self) -> str:
         """What the table shows, and what our numbers are."""
         where = f"{PAPERS[self.study.paper]}, {self.study.place}. " if self.study.paper else ""
-        ours = "Ours: the mean over the seeds ± the standard deviation."
+        ours = "Our number is the mean over the seeds ± the standard deviation."
         return f"{where}{self.study.shows}\n\n{ours} The difference is our number minus the paper's number."
 
     @property

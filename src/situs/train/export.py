@@ -187,8 +187,9 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     if remaining:
         notes.append(
             f"The model was trained without positions. But its {' and '.join(map(_WORDS.__getitem__, remaining))} is "
-            "not a weight, and the library's forward pass still applies it. So the library's forward pass does not "
-            "give the trained features. Use situs features to get the trained features."
+            "not a weight that could be set to zero, so the forward pass of the library (timm or transformers) still "
+            "applies it. Therefore that forward pass does not give the trained features. Use situs features to get "
+            "the trained features."
         )
     return notes, bool(remaining)
 

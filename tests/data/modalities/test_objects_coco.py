@@ -121,8 +121,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "sides": (edit("images", 0, height=0), "must have an id, a file_name, and a height and width above 0"),
     "twice": (edit("images", 1, id=1000), "has two images with the id 1000"),
     "name twice": (edit("categories", 0, name="rectangle"), "has two categories with the name 'rectangle'"),
-    "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9, but its image is 40 × 60"),
-    "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "add up to 7 pixels, but its"),
+    "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9 pixels, but the image has 40"),
+    "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "add up to 7 pixels, but the"),
     "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is not a list of numbers"),
     "list for an image": (edit("annotations", 0, image_id=[1]), r"1 belongs to the image \[1\], but no image has"),
     "list for a category": (edit("annotations", 0, category_id=[2]), r"has the category \[2\], but the categories"),
@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "list for a name": (edit("categories", 0, name=["a"]), "must have a number as id, and a name"),
     "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} must have a number as id, and a name"),
     "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0', but iscrowd must"),
-    "outline": (edit("annotations", 0, segmentation=3), "has no outline: it must be a list of polygons"),
+    "outline": (edit("annotations", 0, segmentation=3), "has an invalid segmentation: it must be a list of polygons"),
 }  # fmt: skip
 
 

@@ -177,8 +177,8 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
         raise SitusError(
-            f"{source}: is not a folder with a transformers config.json; write a model of the hub as "
-            "hf:OWNER/NAME@COMMIT"
+            f"{source}: is not a folder with a config.json of transformers; give a model of the Hugging Face "
+            "hub as hf:OWNER/NAME@COMMIT"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))

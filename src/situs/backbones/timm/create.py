@@ -264,7 +264,9 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
     elif kind in ("learned", "sincos", "learned_sincos"):
         table = backbone.positions().table if type(backbone) is VitBackbone else None
         if table is None:
-            raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; use a plain ViT")
+            raise SitusError(
+                f"positions={kind!r}: {backbone.name} has no position table that Situs can fill; use a plain ViT"
+            )
         fill_table(model.pos_embed, kind, backbone.grid)
     return backbone
 

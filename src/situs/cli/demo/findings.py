@@ -56,12 +56,13 @@ def find_places(stage: Stage) -> Finding:
     drawn = pixel_rows([[_picture(panel) for panel in row] for row in (pieces, placed)], grid=GRID, gap=4)
     alt = "Three images as shuffled patches. Below each image is the model's reconstruction."
     picture = Section("").figure(
-        drawn, "Shuffled patches, and the model's reconstruction. Grey: the model placed no patch there.", alt
+        drawn, "Shuffled patches, and the model's reconstruction, which is grey where the model placed no patch.", alt
     )
     section = stage.page.section("How MP3 learns positions")
     section.text(
-        f"MP3 removes the positions of all {PLACES} patches of an image. Every patch attends to a random half of the "
-        f"patches and predicts its own position. A small ViT learns this on {stage.length.images:,} images, without "
+        f"The pretraining method MP3 removes the positions of all {PLACES} patches of an image. The model predicts the "
+        "position of every patch, and each patch attends only to a random half of the patches. A small ViT learns "
+        f"this on {stage.length.images:,} images, without "
         f"labels. "
         "Patches with the same content, such as two black patches, cannot be distinguished."
     )
@@ -76,7 +77,9 @@ def find_places(stage: Stage) -> Finding:
         drawn, f"Training for {counted(stage.length.epochs, 'epochs')}. Each patch attends to half of the patches."
     )
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "One image at several mask ratios η.")
+    section.figure(
+        drawn, "One image, rebuilt at several mask ratios η (the ratio of patches that no patch attends to)."
+    )
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images are shuffled together and divided into two sets. The model builds one image from "
@@ -90,7 +93,8 @@ def find_places(stage: Stage) -> Finding:
             else "In this run the model learned little about where patches belong.",
             f"{right * PLACES:.1f} of {PLACES}",
             "patches at their true position, on average",
-            "Above: the input of the model. Below: each patch at its predicted position. The number is an average "
+            "Above: the input of the model. Below: each patch at its predicted position. The number of correct "
+            "patches is an average "
             f"over {puzzles.scores[whole].images:,} test images. Random guesses are right for 1 of {PLACES} patches.",
             picture,
             ("How MP3 learns this", section.title),
@@ -201,7 +205,8 @@ def find_lock(stage: Stage) -> Finding:
         without_embedding = situs.audit_lock(withheld, key=key, images="samples", device="cpu")
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
-        "The lock permutes the channels of all blocks with a key. With the key, the model runs as before. Without the "
+        "The lock uses a key to change the order of the channels in all blocks of the model. With the key, the model "
+        "runs as before. Without the "
         "key, the blocks do not match the channel order of the embedding, so the model does not work. A lock is "
         "obfuscation, not encryption."
     )
@@ -248,16 +253,20 @@ def find_order(stage: Stage) -> Finding:
         "the tokens of each image in a new random order, and permutes their channels with a key. The server "
         f"receives the tokens of {audit.samples} images. The server has the public model that training started from, "
         f"so the server knows the embedding. The server also has {PUBLIC} other images. From the distribution of the "
-        f"values, the server finds the place of {percent(scores['channels'])} of the channels. From the "
+        f"token values, the server finds the original place of {percent(scores['channels'])} of the channels. From the "
         f"position embeddings, the server finds the position of {percent(scores['places'])} of the tokens. A linear "
         f"map that is fitted on the {PUBLIC} images then recovers the pixels with a PSNR of {scores['psnr']:.1f} dB. "
         f"The best guess without any token has a PSNR of {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")
     caption = (
-        "Above: patches in random order, as they arrive. Middle: sorted by the server. Below: the client's images."
+        "Above: patches in random order, as they arrive. Middle: the patches in the order that the server found. "
+        "Below: the client's images."
     )
-    alt = "Three images as shuffled patches. Below: the same images sorted by the server, and the client's images."
+    alt = (
+        "Three images as shuffled patches. Below: the same patches in the order that the server found, and the "
+        "client's images."
+    )
     return stage.add(
         Finding(
             "A server that sees only shuffled tokens can restore their order."
@@ -265,7 +274,8 @@ def find_order(stage: Stage) -> Finding:
             else "A server that saw only shuffled tokens restored part of their order.",
             percent(scores["places"], 0),
             "of tokens put in order",
-            "Split learning. Above: patches in random order. Middle: sorted by the server. Below: the client's images.",
+            "Split learning. Above: patches in random order. Middle: the patches in the order that the server found. "
+            "Below: the client's images.",
             Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
             ("What the server knew, and the cost of noise", section.title),
         )

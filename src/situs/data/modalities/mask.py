@@ -96,7 +96,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
         )
         reason = f"contains the class number {number:,}, but {have}{void}"
         if number == _OFTEN_VOID:
-            reason += "; if 255 means no class, add 255 to void"
+            reason += "; if 255 means no class, add 255 to the list void"
         raise BrokenSampleError(f"{name}: its mask {reason}", field=("data.masks.first", "data.masks.void"))
     if not bool((classes != VOID).any()):
         raise BrokenSampleError(f"{name}: no pixel of its mask has a class")
@@ -160,7 +160,7 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
             f"{where}: its masks contain 255, but {len(missing)} of the {len(before)} class numbers below 255 "
-            "never occur. If 255 means no class, add 255 to void. If 255 is a class, name the classes",
+            "never occur. If 255 means no class, add 255 to the list void. If 255 is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:

@@ -300,7 +300,7 @@ class _Annotations:
         try:
             outline = packed_outline(row.get("segmentation"), (height, width))
         except SitusError as error:
-            raise SitusError(f"has no outline: it {error}") from error
+            raise SitusError(f"has an invalid segmentation: it {error}") from error
         if outline is None:
             self.dropped[_NO_OUTLINE].append(row.get("id"))
             return None
@@ -388,14 +388,14 @@ def _check_runs(rle: dict[str, Any], sides: tuple[int, int]) -> None:
     size, counts = rle.get("size"), rle.get("counts")
     if not isinstance(size, list) or tuple(size) != sides:
         shape = " × ".join(map(str, size)) if isinstance(size, list) else size
-        raise SitusError(f"is a mask of {shape}, but its image is {sides[0]} × {sides[1]}")
+        raise SitusError(f"is a mask of {shape} pixels, but the image has {sides[0]} × {sides[1]} pixels")
     if isinstance(counts, str) and counts.isascii():
         return
     if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):
         raise SitusError("has run lengths that are negative or not whole numbers")
     if sum(counts) != sides[0] * sides[1]:
         raise SitusError(
-            f"has a mask whose run lengths add up to {sum(counts):,} pixels, but its image has {sides[0] * sides[1]:,}"
+            f"has a mask whose run lengths add up to {sum(counts):,} pixels, but the image has {sides[0] * sides[1]:,}"
         )
 
 
