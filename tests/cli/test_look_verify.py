@@ -53,7 +53,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1] == "part law verdict forward backward 0 steps float32 why"
     assert any(line.startswith("blocks column needs keyed weights") for line in lines)
     assert any(line.startswith("blocks.*.attn.proj holds needs keyed weights") for line in lines)
-    assert "tolerance 1e-10" in text
+    assert "tolerance: 1e-10" in text
     assert "Negative control" in text
 
 

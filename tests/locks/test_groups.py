@@ -318,7 +318,7 @@ def test_what_we_have_not_read_is_refused_by_name() -> None:
 def test_wrong_keys_are_refused() -> None:
     group = Group("g", "hidden", 3, (Member("t", 0),))
     for entry in (check_keys, lambda groups, keys: permute_state({"t": torch.arange(3)}, groups, keys)):
-        with pytest.raises(SitusError, match="no key for the group 'g'"):
+        with pytest.raises(SitusError, match="no key is given for the group 'g'"):
             entry([group], {})
         for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
             with pytest.raises(SitusError, match="not a permutation of 3 channels"):

@@ -48,7 +48,8 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
         )
     if control is None or not control > limit:
         raise SitusError(
-            f"{backbone.name}: a wrong key that leaves out one axis also passes the test, so the test proves nothing"
+            f"{backbone.name}: a wrong key, which leaves one axis of a tensor unpermuted, also passes the test, so the "
+            "test proves nothing"
         )
     return error
 

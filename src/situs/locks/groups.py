@@ -43,7 +43,7 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} has {stretch} entries, but its group permutes "
+            f"{member.tensor}: axis {member.axis} has {stretch} entries, but the key of its group permutes "
             f"{member.outer * size * member.inner} ({member.outer} x {size} x {member.inner})"
         )
     if size == length:
@@ -141,7 +141,9 @@ def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:
     """Refuses keys that are missing, of the wrong size, or no permutations."""
     for group in groups:
         if group.name not in keys:
-            raise SitusError(f"no key for the group {group.name!r}; keys given: {', '.join(sorted(keys)) or 'none'}")
+            raise SitusError(
+                f"no key is given for the group {group.name!r}, only for: {', '.join(sorted(keys)) or 'no group'}"
+            )
         p = keys[group.name]
         if p.shape != (group.size,) or not bool(is_permutation(p)):
             raise SitusError(f"the key of {group.name!r} is not a permutation of {group.size} channels")

@@ -112,7 +112,9 @@ def _shares(manifest: Manifest) -> str:
     parts = () if manifest.withheld is None else manifest.withheld.parts
     if parts:
         share = percent(manifest.count(withheld) / total)
-        sentence += f" Withheld in a second file (mode 0600): {described(parts)} ({share} of the parameters)."
+        sentence += (
+            f" A second file (mode 0600) holds the withheld parts: {described(parts)} ({share} of the parameters)."
+        )
     return (
         f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are not locked."
     )
@@ -249,8 +251,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "Files left out, because a lock copies only known small files": left_out,
-        "Tensors not locked, because the model does not use them": extra,
+        "These files were left out, because a lock copies only known small files": left_out,
+        "These tensors are not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -446,11 +448,11 @@ def _unlock_retrained(
             "a check."
         ),
         *(
-            [f"Tensors outside the lock that are new, missing, or of another shape or dtype: {', '.join(differing)}."]
+            [f"Some tensors outside the lock are new, missing, or changed in shape or dtype: {', '.join(differing)}."]
             if differing
             else []
         ),
-        *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
+        *([f"These files may contain locked weights and were left out: {', '.join(left_out)}."] if left_out else []),
     ]
 
 

@@ -240,7 +240,7 @@ class Cut(Entrance):
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
             raise SitusError(
-                f"{backbone.name}: with a key for each stage, only the last layer of the locked model can be shown"
+                f"{backbone.name}: its stages are locked with different keys, so only the last layer can be shown"
             )
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))

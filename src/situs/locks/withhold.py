@@ -51,7 +51,7 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
             if unknown is not None:
                 raise SitusError(
                     f"withhold=embedding: it is not known whether {unknown} of {backbone.name} comes before or "
-                    "after the blocks",
+                    "after the blocks, so the embedding cannot be withheld",
                     field="withhold",
                 )
             names |= {name for name, depth in depths.items() if depth == 0}
@@ -118,7 +118,7 @@ def open_second(
         raise SitusError(f"{folder}: {reason}", field="withheld")
     path = Path(path)
     if not path.is_file():
-        raise SitusError(f"{path}: no such file, but opening {folder} needs this file", field="withheld")
+        raise SitusError(f"{path}: this file does not exist, but opening {folder} needs it", field="withheld")
     with reading(path, NAME, manifest, key) as reader:
         header = read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:

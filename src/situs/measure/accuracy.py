@@ -29,11 +29,11 @@ from situs.train.step import autocast
 MEANING = """
 Top-1 is the share of samples whose class the model ranks first. Top-5 is the share of samples whose class is among the
 five classes that the model ranks first (shown if there are more than ten classes). "Largest class" is the share of
-samples in the largest class, and thus the top-1 of a model that always predicts this class. A model has learned nothing
-useful if its top-1 is not higher. Balanced accuracy is the mean of the accuracies of the classes, so that a small class
-counts as much as a large one. A model that always predicts one class has a balanced accuracy of 100 % divided by the
-number of classes. The 95 % interval is Wilson's confidence interval of top-1. Loss is the mean cross entropy. It is low
-if the model is right and sure, and high if the model is wrong and sure.
+samples in the largest class, and thus the top-1 of a model that always predicts this class. If the top-1 of a model is
+not above this share, the model has learned nothing useful. Balanced accuracy is the mean of the accuracies of the
+classes, so that a small class counts as much as a large one. A model that always predicts one class has a balanced
+accuracy of 100 % divided by the number of classes. The 95 % interval is Wilson's confidence interval of top-1. Loss is
+the mean cross entropy. It is low if the model is right and sure, and high if the model is wrong and sure.
 """
 
 Classifier = Callable[..., Tensor]

@@ -26,8 +26,8 @@ from situs.results import Figure, Result, Summary, Table, channels_drawn, percen
 MEANING = """
 The entropy of a head is −Σ a log a, where a is the attention of a query to a key. The sum includes all keys, also
 prefix tokens. The entropy is averaged over the samples and all patch queries. An entropy of 0 nats means attention to
-one token only. An entropy of log S nats means equal attention to all S tokens. The distance is the mean distance
-between a query and the patches that it attends to, weighted by the attention, in patches.
+one token only. An entropy of log S nats means equal attention to all S tokens. The distance (in patches) is the mean
+distance between a query and the patches that it attends to, weighted by the attention.
 
 The maps by relative offset show the mean attention of a patch to the patch that is Δrow rows and Δcolumn columns away.
 The mean is over all pairs of patches with this offset. Rare offsets have fewer pairs, so their means are noisier, but
@@ -101,8 +101,8 @@ class Attention(Result):
             f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention that "
             f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to a tenth of the patches. "
             f"Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
-            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (local: a mean "
-            "distance of less than half the distance of uniform attention)."
+            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is "
+            "local if its mean distance is less than half that of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [

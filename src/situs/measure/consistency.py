@@ -264,7 +264,9 @@ def shuffled(
     backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
     if backbone.num_tokens:
         if grid not in (None, backbone.grid):
-            raise SitusError(f"grid={grid}: {backbone.name} has the fixed grid {backbone.grid}", field="grid")
+            raise SitusError(
+                f"grid={grid}: {backbone.name} has the fixed grid {backbone.grid}; leave grid out", field="grid"
+            )
         return Shuffled(backbone, method, positions, backbone.grid)
     side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8  # the papers' 14 a side where that divides
     cut = grid or (method.grid if method is not None and all(method.grid) else (side, side))

@@ -336,10 +336,10 @@ def _results(section: Section, audit: Audit) -> None:
         section.table(
             [*header[:2], *header[-2:]],
             solved,
-            "These attacks solve linear equations for the pixels. Their matrix G is the gradient of the position "
-            "table. If G has full rank, the equations have only one solution. The lower the condition number of G, "
-            "the less the solution suffers from rounding. The table shows the smallest rank and the median condition "
-            "number over the images.",
+            "These attacks solve linear equations for the pixels. The matrix G of these equations is the gradient "
+            "of the position table. If G has full rank, the equations have only one solution. The lower the condition "
+            "number of G, the less the solution suffers from rounding. The table shows the smallest rank and the "
+            "median condition number over the images.",
         )
     for pair in audit.pairs:
         if sentence := _searched(pair, pair.case.defence.step(audit.step).batch):

@@ -47,7 +47,7 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
-    "true position. Positions left empty: of the positions of the shown patches, the ratio at which the model placed "
+    "true position. Positions left empty: the ratio of the shown patches' true positions at which the model placed "
     "no patch."
 )
 

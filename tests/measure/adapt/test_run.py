@@ -230,7 +230,9 @@ def test_images_are_reduced_where_their_features_take_the_whole_time(
             **OPTIONS,
         )
     assert asked == [((224, 224), any_size)]
-    assert len(said) == 1 and said[0].startswith("At 224 × 224 pixels, the frozen features alone take about")
+    assert len(said) == 1 and said[0].startswith(
+        "At 224 × 224 pixels, computing the features of the frozen model already takes about"
+    )
     assert ("reduced to 112 × 112 pixels (img_size sets another size)" in said[0]) == any_size
 
 

@@ -131,7 +131,7 @@ def test_mistakes_are_named() -> None:
         probe_position(create_backbone("test_resnet", num_classes=3), batches(2), batches(2), ZERO)
     with pytest.raises(SitusError, match=r"ratio=0.0: must be in \(0, 1\]"):
         probe_position(backbone, batches(2), batches(2), ZERO, ratio=0.0)
-    with pytest.raises(SitusError, match="at least one of 16"):
+    with pytest.raises(SitusError, match="drops none of 16"):
         probe_position(backbone, batches(2), batches(2), ZERO, ratio=0.01)
     with pytest.raises(SitusError, match="no samples to fit"):
         probe_position(backbone, [], batches(2), ZERO)

@@ -66,8 +66,8 @@ def test_places_of_two_models_stand_side_by_side() -> None:
     said = found.summary()
     assert said.sentence == (
         "A linear classifier predicts the right position for 75.00 % of the patches without a position (chance 50.00 "
-        "%), with a mean error of 1.50 patches. With b, 75.00 % are predicted right, and the mean error is 0.75 "
-        "patches."
+        "%), with a mean error of 1.50 patches. With b, 75.00 % of the positions are predicted right, and the mean "
+        "error is 0.75 patches."
     )
     assert [list(row) for row in said.tables[0].rows] == [
         ["a", "75.00", 1.5, 2.0, 12, 20],

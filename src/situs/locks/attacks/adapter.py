@@ -64,7 +64,9 @@ class Adapted(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         if backbone.out_dim != backbone.dim:
-            raise SitusError(f"{backbone.name}: its width changes, but the attacker `labels` needs a constant width")
+            raise SitusError(
+                f"{backbone.name}: its first and last block differ in width; the attacker `labels` needs equal widths"
+            )
         self.backbone = backbone
         weight = next(backbone.model.parameters())
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))

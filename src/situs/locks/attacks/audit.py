@@ -230,12 +230,12 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 MEANING = """
 Bits left is the log2 of the number of keys that the attacker must still try. It is at most 256, the length of the key
 in bits. We assume that the attacker knows which channels are wrong. It must then try the possible orders of these
-channels. If most channels are right, fewer tries are enough: swaps of two wrong channels, one after another. Bits left
-is 0 if the attack restored the accuracy without the key. The accuracy is judged only if, on the test set, the unlocked
-model is better than the locked model by more than two standard errors. J is the score of a search without the true key.
-J measures how well the correlations between the channels of the locked part agree with those of the unlocked part. The
-J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units, heads and their
-channels) are not counted, because permuting them does not change what the model computes.
+channels. If most channels are right, fewer tries are enough: the attacker swaps pairs of wrong channels one by one.
+Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if, on the test set, the
+unlocked model is better than the locked model by more than two standard errors. A search without the true key maximises
+the score J. J measures how well the correlations between the channels of the locked part agree with those of the
+unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units,
+heads and their channels) are not counted, because permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
@@ -409,7 +409,9 @@ class LockAudit(Result):
             amounts = [float(each.attacker.split(", ")[1].removesuffix(" ×")) for each in drifted]
             line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
-            caption = "Share of the key that linear assignment recovers from a noisy base, for each amount of noise."
+            caption = (
+                "Share of the key that linear assignment recovers after noise is added to the weights of the base."
+            )
             title = "The drift of the base"
             figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))
         return figures

@@ -182,8 +182,8 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
     full, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
     long = (
-        f"At {full} pixels, the frozen features alone take about {_clock(seconds)} to compute. The time limit for "
-        f"everything is {limit / 60:g} min"
+        f"At {full} pixels, computing the features of the frozen model already takes about {_clock(seconds)}. "
+        f"The time limit for everything is {limit / 60:g} min"
     )
     if patches == [*grid]:
         return None, f"{long}; allow more minutes."

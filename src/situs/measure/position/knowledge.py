@@ -61,7 +61,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     """
     backbone.require("tokens")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has only one patch, but needs two positions or more", field="img_size")
+        raise SitusError(f"{backbone.name}: has only one patch, but this analysis needs at least two", field="img_size")
     halves: dict[Key, tuple[Sums, Sums]] = {}
 
     def fit(first: int, key: Key, layer: Layer) -> None:
@@ -287,12 +287,13 @@ some positions, and tested on the others. The readers of the features were fitte
 samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
-distance between the head's input before and after the shuffle. With the mask hidden, the model does not get
-the mask: each place keeps its position embedding, so the shuffled patches have wrong positions. With the mask known,
-the patches in the mask lose their positions. `situs evaluate consistency` measures this effect in more detail.
+distance between the vectors that the classifier reads before and after the shuffle. With the mask hidden, the model
+does not get the mask: each place keeps its position embedding, so the shuffled patches have wrong positions. With the
+mask known, the patches in the mask lose their positions. `situs evaluate consistency` measures this effect in more
+detail.
 
-Permutation equivariance means: if the tokens are permuted before the blocks (with RoPE, together with their rotations),
-the output is permuted in the same way, and the gradients of all weights stay the same.
+Permutation equivariance means: if the tokens are permuted before the blocks, the output is permuted in the same way,
+and the gradients of all weights stay the same. With RoPE, the rotations are permuted together with the tokens.
 """
 FEATURES = "The position of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -505,8 +506,8 @@ def _source(audit: PositionAudit) -> str:
             "the position embeddings."
         )
     return (
-        f"From the patches' content alone (positions removed), the error is {content:.2f} patches. From the positions "
-        f"alone (patches shuffled), the error is {last[SHUFFLED].error:.2f} patches."
+        f"For a reader of the content alone (positions removed), the error is {content:.2f} patches. For a reader of "
+        f"the positions alone (patches shuffled), the error is {last[SHUFFLED].error:.2f} patches."
     )
 
 

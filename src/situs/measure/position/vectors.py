@@ -250,7 +250,7 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
     if not opened:
         raise SitusError("name at least one model", field="model")
     for name, model in opened.items():
-        note = "" if model.positions else "The training of this model did not use its positions."
+        note = "" if model.positions else "In training, this model did not use its positions."
         tables = tables_of(model.backbone)
         looks += [look_at(name, table, folds=folds, seed=seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=folds, seed=seed)

@@ -225,7 +225,7 @@ patches.
 
 A model with a high accuracy infers positions from the content of the patches and from the few patches that keep their
 position. DropPos's Table 7 compares this accuracy before and after fine-tuning with labels. If fine-tuning raises the
-accuracy, its task needs positions.
+accuracy, the task of the fine-tuning needs positions.
 """
 
 
@@ -273,8 +273,10 @@ class PositionProbes(Probes[PositionProbe]):
             f"{first.distance:.2f} patches."
         )
         if len(probes) > 1:
-            error = f"the mean error is {last.distance:.2f} patches"
-            sentence += f" With {names[-1]}, {percent(last.score.accuracy, 2)} are predicted right, and {error}."
+            sentence += (
+                f" With {names[-1]}, {percent(last.score.accuracy, 2)} of the positions are predicted right, and the "
+                f"mean error is {last.distance:.2f} patches."
+            )
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]
         rows: list[list[Cell]] = [
@@ -383,7 +385,9 @@ def probe_position(
     grid, count = backbone.out_grid, math.prod(backbone.out_grid)
     check_value("ratio", ratio, "(0, 1]")
     if not count_of(ratio, count):
-        raise SitusError(f"ratio={ratio}: must drop at least one of {counted(count, 'positions')}", field="ratio")
+        raise SitusError(
+            f"ratio={ratio}: drops none of {counted(count, 'positions')}; choose a larger ratio", field="ratio"
+        )
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:

@@ -308,7 +308,9 @@ def head_of(backbone: Backbone, classes: int) -> nn.Linear:
         if f"{name}.".startswith(HEADS) and isinstance(module, nn.Linear) and module.out_features == classes
     ]
     if len(heads) != 1 or heads[0].bias is None:
-        raise SitusError(f"{backbone.name}: has no single linear classifier that could be initialised", field="source")
+        raise SitusError(
+            f"{backbone.name}: does not have exactly one linear classifier (with a bias) to initialise", field="source"
+        )
     return heads[0]
 
 
