@@ -196,7 +196,7 @@ HEAD = "head.weight"
         (lambda s: {"head.weight": "text"}, "head.weight is str, not an array"),
         (lambda s: {"arr_0": torch.ones(2), "arr_2": torch.ones(2)}, "number 1 is missing"),
         (lambda s: {**s.gradients, "_orig_mod.head.weight": torch.ones(5, 48)}, "differ only by a wrapper's prefix"),
-        (lambda s: 3, "upload: is int"),
+        (lambda s: 3, "upload: must be files, .*, not int"),
         (lambda s: tampered(s, **{HEAD: torch.empty(5, 48, device="meta")}), "head.weight is a meta tensor"),
         (
             lambda s: tampered(s, **{HEAD: torch.zeros(5, 48).double() + 1e300}),

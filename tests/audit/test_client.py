@@ -118,7 +118,7 @@ def test_types_and_methods(backbone: Any) -> None:
     ("images", "labels", "said"),
     [
         ((X * 50).to(torch.uint8), Y, "uint8"),
-        (X.abs() * 100, Y, "grey levels"),
+        (X.abs() * 100, Y, "not normalised"),
         (X * float("nan"), Y, "NaN or infinity"),
         (X, Y.float(), "integers"),
         (X, Y[:2], r"must be \[B, C, H, W\]"),

@@ -683,7 +683,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "images: nothing": (None, None, "is NoneType"),
     "images: bytes": ((GOOD * 50).to(torch.uint8), None, "normalised floats"),
     "images: integers": (GOOD.long(), None, "normalised floats"),
-    "images: grey levels": (GOOD * 100, None, "grey levels"),
+    "images: grey levels": (GOOD * 100, None, "not normalised"),
     "images: NaN": (GOOD * math.nan, None, "NaN"),
     "images: infinite": (GOOD * math.inf, None, "NaN or infinity"),
     "images: half": (GOOD.half(), None, "torch.float16, but the module takes torch.float32"),

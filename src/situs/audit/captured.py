@@ -131,7 +131,7 @@ def _several(uploads: Any) -> list[Any]:
     parts = list(uploads) if isinstance(uploads, Sequence) else []
     if not parts:
         allowed = "files, tensors by name, or lists of arrays in the model's order"
-        raise SitusError(f"upload: is {type(uploads).__name__}; it must be {allowed}", field="upload")
+        raise SitusError(f"upload: must be {allowed}, not {type(uploads).__name__}", field="upload")
     return parts if isinstance(parts[0], str | Path | Mapping | list | tuple) else [parts]
 
 

@@ -256,7 +256,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         raise SitusError(f"labels are {labels.dtype}; they must be class numbers (integers)")
     if float(images.abs().max()) > 30:
         raise SitusError(
-            f"images have values up to {float(images.abs().max()):.0f}, so they are grey levels; give normalised "
+            f"images have values up to {float(images.abs().max()):.0f}, so they are not normalised; give normalised "
             "values, (x / 255 - mean) / std"
         )
 

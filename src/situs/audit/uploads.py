@@ -113,7 +113,7 @@ class UploadAudit(Audit):
         if not pairs:
             return []
         rows = [(f"{pair.attack}, {pair.defence}", pair.shown.cpu()) for pair in pairs]
-        caption = f"Recovered from {self._counted}; there is no original to compare with."
+        caption = f"Images recovered from {self._counted}; there are no originals to compare with."
         return [Figure("recovered", caption, "figures.image_rows", (rows, self.names))]
 
     def details(self) -> list[Table]:

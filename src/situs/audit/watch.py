@@ -323,7 +323,7 @@ class Guard:
     def _check_images(self, images: Any) -> None:
         """Refuses what is no batch of normalised images for the module."""
         if not isinstance(images, Tensor):
-            raise SitusError(f"images: is {type(images).__name__}; it must be a tensor [B, C, H, W]", field="images")
+            raise SitusError(f"images: must be a tensor [B, C, H, W], not {type(images).__name__}", field="images")
         shape, expected = list(images.shape), self.backbone.input
         if images.dim() != 4:
             raise SitusError(f"images of shape {shape}: must be [B, C, H, W]", field="images")
@@ -348,7 +348,7 @@ class Guard:
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not isinstance(gradients, Mapping):
             kind = type(gradients).__name__
-            raise SitusError(f"gradients: is {kind}; it must be a dict of tensors by parameter name", field="gradients")
+            raise SitusError(f"gradients: must be a dict of tensors by parameter name, not {kind}", field="gradients")
         if not gradients:
             raise SitusError(
                 "gradients: the module has none; call backward first, or give the gradients", field="gradients"

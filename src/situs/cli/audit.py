@@ -154,7 +154,7 @@ class GateArgs(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(GateArgs, AuditConfig):
-    """Measure what gradients reveal about images. The audit can be a gate for CI.
+    """Measure what gradients reveal about images. The audit can pass or fail in CI.
 
     For example: situs audit gradients runs/ft --data samples --count 2
     """
@@ -181,14 +181,14 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With auto, Situs tests none, noise, clip,
-    no-pe-gradient and the DP-SGD of the run, if any. With a gate, auto tests only this DP-SGD, or none if there is
-    no DP-SGD. An MJP run always shuffles its patches."""
+    no-pe-gradient and the DP-SGD of the run, if any. With a gate, auto tests only this DP-SGD (without DP-SGD, no
+    defence). An MJP run always shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
     attack the shuffled image, and compare with the shuffled image. c: attack the shuffled image, and compare with the
-    original. In each setting, some attackers know MJP, and others do not. Set γ, the ratio of shuffled patches, with
-    --defences mjp=γ."""
+    original. In each setting, some attackers know that MJP is used, and others do not. Set γ, the ratio of shuffled
+    patches, with --defences mjp=γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -221,7 +221,7 @@ class Gradients(GateArgs, AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(GateArgs, StepConfig):
-    """Measure what gradients reveal about texts. The audit can be a gate for CI.
+    """Measure what gradients reveal about texts. The audit can pass or fail in CI.
 
     The gate limits one of four ratios: words (words recovered from the most exposed sentence), tokens (words recovered
     at their right position in this sentence), sentences (completely recovered sentences), or picked (sentences
@@ -231,7 +231,7 @@ class Texts(GateArgs, StepConfig):
     """
 
     texts: Annotated[Path, Parameter(name="--data", metavar="FILE")]
-    """Text file, one sentence per line."""
+    """File with one sentence per line."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
     """Captured uploads to attack (.safetensors, .pt or .npz). Give the sentences of the uploads with --data, in the
@@ -398,7 +398,8 @@ class Split(ImageArgs):
 
     By default, each defence is tested without permutation, with permuted rows (tokens), with permuted columns
     (channels), and with both. The default flags reproduce Table 6 of the split learning paper (ST). To attack a
-    language model, give a text file and the depths, as in --data texts.txt --depth 0,half,last.
+    language model, give a text file and the numbers of blocks on the client, as in --data texts.txt --depth
+    0,half,last.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
     """
@@ -412,8 +413,8 @@ class Split(ImageArgs):
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (noise of σ standard deviations of the tokens), lowpass=r (keep a ratio
-    r of the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
+    """Defences, comma-separated: none, noise=σ (noise of σ × the tokens' standard deviation), lowpass=r (keep a ratio r
+    of the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
     strengths)."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
@@ -423,14 +424,14 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. For images, the attack old-embedding knows the embedding of this model. For texts,
+    """The model before fine-tuning. For images, the attack old-embedding uses the embedding of this model. For texts,
     the attacker knows this whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """Number of blocks on the client; half (of all blocks); or last (the server has only the last block)."""
+    """Blocks on the client: a number, half (half of all blocks), or last (all blocks except the last)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the sent features: own (as the model computes them) or bf16 (bfloat16)."""
@@ -488,8 +489,8 @@ class Lock:
     """Attack a locked model without its key, and measure how much security remains.
 
     A lock is obfuscation, not encryption. An attacker with the original model can compute the key from the weights of
-    the original and the locked model. An attacker with a few images may find most of the key. For an attacker with a
-    fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
+    the original and the locked model. An attacker with a few images may find most of the key. To simulate an attacker
+    with a fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
 
     For example: situs audit lock locked --key owner.key --base exported
     """

@@ -267,7 +267,7 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """position: predict the position of patches without position embedding. class: predict the class of an image.
+    """position: predict the position of patches that have no position embedding. class: predict the class of an image.
     segments: predict the class of each pixel (needs masks)."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
@@ -321,8 +321,8 @@ class Consistency(MeasureArgs):
     """Values of γ, the ratio of shuffled patches."""
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
-    """For a network without tokens, such as a ResNet: rows and columns of the patch grid. Default: the grid used in
-    training. Without a training run, the default is 14,14, or 8,8 if the image size is not a multiple of 14."""
+    """For a network without tokens, such as a ResNet: number of rows and columns of the patch grid. Default: the grid
+    used in training. Without a training run, the default is 14,14, or 8,8 if the image size is not a multiple of 14."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -333,7 +333,7 @@ _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
 @dataclass(frozen=True, kw_only=True)
 class Robustness(MeasureArgs):
-    """Measure a classifier on corrupted images (as in ImageNet-C), adversarial images (ImageNet-A) and
+    """Measure how well a classifier handles corrupted images (as in ImageNet-C), adversarial images (ImageNet-A) and
     out-of-distribution images (ImageNet-O).
 
     For example: situs evaluate robustness runs/ft --count 100
@@ -383,8 +383,8 @@ class Position(MeasureArgs):
 
     With --kind answers, Situs measures how often an MP3 or DropPos run predicts the right position, at several mask
     ratios. With --kind vectors, Situs shows pictures and the spectrum of the position embeddings, and fits a linear
-    regression from embeddings to positions. With --kind all, Situs measures what the position embeddings, features,
-    predictions and blocks of any model know about position.
+    regression from embeddings to positions. With --kind all, MODEL can be any model: Situs measures what its position
+    embeddings, features, predictions and blocks reveal about position.
 
     For example: situs evaluate position runs/mp3
     """

@@ -142,8 +142,8 @@ class Play(NamedArgs):
     """Number of images on the page. The page measures the accuracy on all these images."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes. The page stores the weights in 32 bits if they fit into this size, and in
-    16 bits otherwise."""
+    """Largest size of the page in megabytes. The page stores each weight in 32 bits if all weights then fit into this
+    size, and in 16 bits otherwise."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""

@@ -90,8 +90,7 @@ class DataArgs(ModelArgs):
     """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For data that has neither val nor test: ratio of the images to hold out for evaluation. Default: as in
-    training."""
+    """For data without a val or test split: ratio of the images to hold out for evaluation. Default: as in training."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """Use at most this many images, chosen at random with a fixed seed. Default: all."""
@@ -108,8 +107,8 @@ class ImageArgs(DataArgs):
     """Folder for the results (JSON and HTML). With --out none, no files are written."""
 
     split: str | None = None
-    """Split to use: train, val, test or all. If the data has only one of val and test, both names select this split.
-    Default: val. For data without splits, the default is all images."""
+    """Split to use: train, val, test or all. If the data has a val split but no test split (or the reverse), both names
+    select the split that exists. Default: val. For data without splits, the default is all images."""
 
     seed: int = 0
     """Random seed."""

@@ -130,7 +130,8 @@ class Serve(Recipe, WireArgs):
     The server reloads the file when the file changes."""
 
     shared: bool = False
-    """All clients train the same blocks, and take turns. By default, each client trains its own blocks."""
+    """All clients train the same blocks, and take turns. By default, the server keeps separate blocks for each
+    client."""
 
     clients: Annotated[int, Parameter(metavar="N")] = Limits.clients
     """Largest number of trainings that the server keeps in memory at the same time."""
@@ -204,7 +205,7 @@ class Train(Recipe, ClientArgs):
     Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence: none, noise=σ (noise of σ standard deviations of the tokens), lowpass=r (keep a ratio r of the
+    """Defence: none, noise=σ (noise of σ × the tokens' standard deviation), lowpass=r (keep a ratio r of the
     frequencies), or batch-shuffle=B (B samples exchange tokens). Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
@@ -292,8 +293,8 @@ class Infer(ClientArgs):
     """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for generated text: none or noise=σ (noise of σ standard deviations of the word vectors). A model from
-    split training always uses the defence of its training."""
+    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). A
+    model from split training always uses the defence of its training."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""

@@ -91,8 +91,8 @@ class Run:
     runs)."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Use the training run or export in FOLDER instead of training JOB. JOB means the job with seed 0, and JOB-1 the
-    job with seed 1."""
+    """Do not train JOB, but use the training run or export in FOLDER. JOB means the job with seed 0, and JOB-1 the job
+    with seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""

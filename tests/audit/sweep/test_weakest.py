@@ -95,7 +95,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
         assert by[name].named is None and "not a pass" in by[name].reason, name
     said = "images exceed the limit at settings up to bf16; from int8 on, the result is inconclusive (not a pass): "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
-    assert "informed attackers. A setting to which nothing" not in found.summary().sentence
+    assert "attackers that know the defence. A setting to which nothing" not in found.summary().sentence
     assert "No setting that passes was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3

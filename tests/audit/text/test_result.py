@@ -37,7 +37,7 @@ def test_shares_and_tables() -> None:
     said = verdict(audit)
     assert (
         said.startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C.")
-        and "1 of 2 sentences recovered word for word from one step on a batch of 2." in said
+        and "1 of 2 sentences were recovered word for word from one step on a batch of 2." in said
     )
     assert (
         "later: not attacked, so nothing is known about privacy." in said and "another attack may recover them" in said

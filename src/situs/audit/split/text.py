@@ -267,7 +267,7 @@ class Prompts:
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
             "candidates are ordered by the likelihood of the hidden state, which is learned on public text. There is "
-            "no fixed threshold: a word is accepted if rounding and noise can explain its residual. "
+            "no fixed threshold: a word is accepted if rounding and noise can explain the remaining difference. "
             "The order of permuted columns is found once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)

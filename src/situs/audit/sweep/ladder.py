@@ -343,8 +343,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine compares the upload with the gradient without a defence, "
-    "but only for one step. To measure the accuracy, train a model with the setting."
+    "How much accuracy the defence costs was not measured. The cosine compares the upload with the gradient "
+    "without a defence, but only for one step. To measure the accuracy, train a model with the setting."
 )
 
 
@@ -391,8 +391,8 @@ def verdict(search: Remedies) -> str:
                 "defence."
             )
         return (
-            f"No tested setting passes the gate {search.limit} against informed attackers. A setting to which no "
-            f"attack applies is inconclusive (not a pass)."
+            f"No tested setting passes the gate {search.limit} against attackers that know the defence. A setting to "
+            f"which no attack applies is inconclusive (not a pass)."
         )
     named = "; ".join(str(remedy.named) for remedy in search.with_setting)
     counts = {

@@ -80,7 +80,7 @@ class TextVictim:
                 )
             if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
                 raise SitusError(
-                    f"{text[:60]!r}: has no word that can be masked, because the tokeniser knows none of its words",
+                    f"{text[:60]!r}: has no word that can be masked, because none of its words is in the vocabulary",
                     field="texts",
                 )
         return [tuple(ids) for ids in coded]
