@@ -200,7 +200,7 @@ def said(*scores: float, **more: Any) -> WeightCheck:
 @pytest.mark.parametrize(
     ("result", "status", "mark", "end"),
     [
-        (said(1.0, 0.2), PASSED, "not noticed", "weights can be crafted to pass."),
+        (said(1.0, 0.2), PASSED, "not noticed", "stay below all limits."),
         (said(1.0, missing=("a", "b")), NOT_JUDGED, "inconclusive", "it: inconclusive: a; b."),
         (said(missing=("a",)), NOT_JUDGED, "inconclusive", "it: inconclusive: a."),
         (said(1.2, 1.0), ABOVE, "noticed", "(layer 0: 50 neurons have parallel weights; limit 8)."),
@@ -229,8 +229,8 @@ def test_the_table_has_the_public_models_values_and_a_note_on_the_distance() -> 
     assert one.figures()[0].values[0] == {"parallel neurons": (10.0, "bad"), "equal answers": (0.5, "")}
     notes = [said(like="theirs", distance=far).summary().notes[-1] for far in (0.0, 0.69, 0.7)]
     assert "equal to those of theirs, bit for bit" in notes[0]
-    assert "0.69 times their size, as after fine-tuning" in notes[1]
-    assert "0.7 times their size, so the models are unrelated" in notes[2]
+    assert "0.69 times their size" in notes[1] and "usual after fine-tuning" in notes[1]
+    assert "0.7 times their size" in notes[2] and "The models are therefore unrelated" in notes[2]
     [plain] = said(0.5).summary().tables
     assert plain.header[-1] == "layer" and len(plain.rows[0]) == 5
 

@@ -247,7 +247,7 @@ def test_mistakes_are_refused() -> None:
             compare_settings({"plain": Contestant(model())}, TEST, [], **fields)
         assert caught.value.field == field
     odd = MJP(model(), replace(MJPConfig(), shuffle="spp", unknown=False, dal="none"))
-    with pytest.raises(SitusError, match="with shuffled images"):
+    with pytest.raises(SitusError, match="must shuffle patches on the grid"):
         compare_settings({"odd": Contestant(odd)}, TEST, [])
 
 

@@ -194,7 +194,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert "3 of 3 clips were recovered" in page and "the normalisation of clips" in page
     assert "Time runs from left to right" in page
     assert (
-        "No clip was recovered exactly"
+        "recovered no clip exactly"
         in publish(
             replace(audit, findings=[each for each in audit.findings if each.defence != "none"]), tmp_path / "noisy"
         ).read_text()

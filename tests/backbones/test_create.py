@@ -198,9 +198,9 @@ REFUSED = {
     "pvt_v2_b0": "its class PyramidVisionTransformerV2 is not among",
     "sam2_hiera_tiny": "its class HieraDet is not among",
     "tiny_vit_5m_224": "its class TinyVit is not among",
-    "vit_base_mci_224": "HybridEmbed also uses",
-    "vit_tiny_r_s16_p8_224": "HybridEmbed also uses",
-    "vitamin_small_224": "HybridEmbed also uses",
+    "vit_base_mci_224": "HybridEmbed of this model also uses",
+    "vit_tiny_r_s16_p8_224": "HybridEmbed of this model also uses",
+    "vitamin_small_224": "HybridEmbed of this model also uses",
     "volo_d1_224": "its class VOLO is not among",
 }
 """timm name -> why it is refused; tests/contracts/test_timm_names.py opens every name."""
@@ -318,7 +318,7 @@ def test_weights_of_another_grid_are_resampled_and_another_head_is_left(tmp_path
 def test_weights_that_do_not_fit_name_the_keys_and_change_nothing(tmp_path: Path) -> None:
     other = tiny(depth=3)
     save_file(other.model.state_dict(), tmp_path / "deeper.safetensors")
-    with pytest.raises(SitusError, match=r"12 not in the model \(first: blocks.2"):
+    with pytest.raises(SitusError, match=r"12 tensors not in the model \(first: blocks.2"):
         tiny(weights=tmp_path / "deeper.safetensors")
 
 

@@ -175,7 +175,9 @@ def test_a_classifier_that_pools_by_the_mean_needs_that_pooling(save) -> None:
     images = torch.randn(2, 3, 12, 12)
     model = open_model(f"{VIT}={path}", num_classes=5, **shape)
     assert torch.equal(model.backbone(images), source.eval()(images))
-    with pytest.raises(SitusError, match=r"does not fit the model: 2 missing \(first: norm.weight, norm.bias\)"):
+    with pytest.raises(
+        SitusError, match=r"does not fit the model: 2 tensors missing \(first: norm.weight, norm.bias\)"
+    ):
         open_model(f"{VIT}={path}", num_classes=5, **SHAPE)
 
 

@@ -116,13 +116,13 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
 
 
 def test_what_cannot_be_held_is_refused(folder, tmp_path):
-    with pytest.raises(SitusError, match=r"600 images .* 43,200 bytes, .* 43,199 bytes; .*stream"):
+    with pytest.raises(SitusError, match=r"600 images .* 43,200 bytes of memory, .* 43,199 bytes.*stream"):
         load(open_source(folder), max_bytes=600 * 72 - 1)
     assert load(open_source(folder), max_bytes=600 * 72).values["image"].nbytes == 600 * 72
     config = DataConfig(str(folder), img_size=(4, 6), resident_gib=600 * 72 / 2**30)  # which `auto` finds enough
     assert "600 images of 3 × 4 × 6" in make_loader(config, None, source=open_source(folder)).describe()
     images = torch.zeros(5, 3, 4, 6, dtype=torch.uint8)
-    with pytest.raises(SitusError, match=r"need 360 bytes, .* 359 bytes"):
+    with pytest.raises(SitusError, match=r"need 360 bytes of memory, .* 359 bytes"):
         load(TensorSource(images, torch.arange(5), tuple("abcde")), max_bytes=359)
     assert load(TensorSource(images, torch.arange(5), tuple("abcde")), max_bytes=360).values["image"] is images
     Image.new("L", (6, 4)).save(folder / "dog/600.png")

@@ -157,7 +157,7 @@ def test_webdataset_shards(tmp_path):
 
 def test_webdataset_where_one_label_is_missing(tmp_path):
     tar(tmp_path / "x.tar", {"a.png": png(1), "a.cls": b"0", "b.png": png(2)})
-    with pytest.raises(SitusError, match=r"b\.png has no \.cls"):
+    with pytest.raises(SitusError, match=r"b\.png has no class \(\.cls file\)"):
         open_source(tmp_path)
 
 

@@ -271,9 +271,9 @@ def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Pat
     with pytest.raises(SitusError, match=said):
         evaluate_ensemble([run, tmp_path / "export"], squares)
     images, one = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2, 0])
-    with pytest.raises(SitusError, match="one: is single-label, but run is multi-label"):
+    with pytest.raises(SitusError, match="one: the data is single-label, but run is a multi-label model"):
         evaluate_accuracy(run, TensorSource(images, one, ("red", "green", "blue"), "one"))
-    with pytest.raises(SitusError, match=r"labels of shape \(4, 2\) and torch.int64: must be \[4, 3\] int8"):
+    with pytest.raises(SitusError, match=r"labels of shape \(4, 2\) and type torch.int64: must be \[4, 3\] int8"):
         TensorSource(images, torch.zeros(4, 2).long(), ("red", "green", "blue"))
     single = replace(config(squares), data=replace(config(squares).data, multi_label=False))
     with pytest.raises(SitusError, match="into a separate folder; for several classes per image, set multi_label"):

@@ -119,7 +119,7 @@ def test_so_many_samples_as_are_asked_for_are_taken_and_shown(flat: Path, run: P
             load_bank(subject, split=split)
     with pytest.raises(SitusError, match="is only one set; give a training set and an evaluation set"):
         load_bank(subject, loader.source)
-    with pytest.raises(SitusError, match="is not a run, and only a run records its data; name the images"):
+    with pytest.raises(SitusError, match="is not a run, so Situs does not know its training data; give the images"):
         load_set(open_model("test_vit", weights="random", img_size=32))
 
 
@@ -151,7 +151,7 @@ def test_ranks_share_a_batch_and_each_has_a_sample(
     assert sorted(number for part in parts for number in part) == [*range(40)]
     assert load_set(subject, flat, held_out=0.0, batch=batch).global_batch == batch  # which all of them have
     if world > 1:
-        with pytest.raises(SitusError, match=f"1 image is too few for {world} ranks"):
+        with pytest.raises(SitusError, match=f"has only 1 image, too few for {world} ranks"):
             load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=1)
         assert len(load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=world).source) == world
 

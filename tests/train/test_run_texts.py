@@ -279,7 +279,7 @@ def test_perplexity_is_that_of_transformers(world: Path) -> None:
         assert math.isclose(found.scores.loss, total / count, rel_tol=1e-5)
         assert math.isclose(found.scores.perplexity, math.exp(total / count), rel_tol=1e-4)
     assert "has a perplexity of" in found.summary().sentence
-    with pytest.raises(SitusError, match="has no head for the next word"):
+    with pytest.raises(SitusError, match="has no head that predicts the next word"):
         evaluate_perplexity(world / "bert", world / "plain")
     with pytest.raises(SitusError, match="lm: predicts the next word"):
         evaluate_accuracy(world / "lm")

@@ -100,8 +100,8 @@ class UploadAudit(Audit):
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
-            nothing = f"In {self._counted}, no image is certified as recovered. This does not prove privacy"
-            return f"{opening(self)} {nothing}: {NO_REFERENCE}. {STATE}.".lstrip()
+            nothing = f"In {self._counted}, the attack can prove for no image that it was recovered."
+            return f"{opening(self)} {nothing} This does not prove privacy: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
             f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "
             f"the originals (best attack {best.attack}, defence as stated: {best.defence})."

@@ -382,7 +382,7 @@ class Position(MeasureArgs):
     """Measure how much a model knows about position. The flag --kind sets what is measured.
 
     With --kind answers, Situs measures how often an MP3 or DropPos run predicts the right position, at several mask
-    ratios. With --kind vectors, Situs shows pictures and the spectrum of the position embeddings, and fits a linear
+    ratios. With --kind vectors, Situs plots the position embeddings and their spectrum, and fits a linear
     regression from embeddings to positions. With --kind all, MODEL can be any model: Situs measures what its position
     embeddings, features, predictions and blocks reveal about position.
 

@@ -90,7 +90,8 @@ class DataArgs(ModelArgs):
     """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For data without a val or test split: ratio of the images to hold out for evaluation. Default: as in training."""
+    """For data without a val or test split: hold out this share of the images for evaluation. Default: as in
+    training."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """Use at most this many images, chosen at random with a fixed seed. Default: all."""

@@ -48,7 +48,7 @@ def unpatchify(patches: Tensor, grid: tuple[int, ...], patch_size: Size) -> Tens
     (h, w), (ph, pw) = grid, pair(patch_size)
     if count != h * w or pixels % (ph * pw):
         raise SitusError(
-            f"patches of shape {tuple(patches.shape)} do not fill a grid of {h}x{w} with {ph}x{pw} pixels each"
+            f"patches of shape {tuple(patches.shape)} do not fill a grid of {h}x{w} patches, each of {ph}x{pw} pixels"
         )
     cells = patches.reshape(batch, h, w, ph, pw, pixels // (ph * pw))
     return cells.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, h * ph, w * pw)

@@ -152,7 +152,7 @@ def load_any(
     else:
         things = config.modality.things
         raise SitusError(
-            f"{model.name}: is not a run, and only a run records its data; give the {things}", field="data"
+            f"{model.name}: is not a run, so Situs does not know its training data; give the {things}", field="data"
         )
     if count is not None:
         check_value("count", count, ">= 1")

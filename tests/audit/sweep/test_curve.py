@@ -158,8 +158,8 @@ def test_words_are_counted_where_not_all_sentences_came_back() -> None:
     points = [point("fp32", 1.0, 1.0), point("fp16", 0.5, 0.75), point("int8", 0.0, 0.128, whole=False)]
     said = verdict(Curves("m", [Line("precision", "sent", "type", points)], SHARES, 2))
     assert said.startswith(
-        "precision, sent: all sentences recovered exactly at fp32; of the words 75 % at fp16, 13 % at int8; the attack "
-        "was not finished (inconclusive) at int8."
+        "precision, sent: all sentences recovered exactly at fp32; words recovered: 75 % at fp16, 13 % at int8; the "
+        "attack was not finished (inconclusive) at int8."
     )
     assert "exactly at fp32. If" in verdict(Curves("m", [Line("p", "sent", "type", points[:1])], SHARES, 2))
 

@@ -191,18 +191,21 @@ def test_tables_have_what_was_tried_on_both_sides_and_what_it_costs() -> None:
 def test_the_sentence_names_settings_and_what_no_setting_was_found_for() -> None:
     assert verdict(search(NOTHING)).startswith("No tested setting passes the gate psnr=20")
     stopped = search(NOTHING, stopped="Ctrl-C")
-    assert verdict(stopped) == "Stopped by Ctrl-C before a setting was found: no defence was judged."
+    assert verdict(stopped) == (
+        "The search was stopped by Ctrl-C before a setting was found, so there is no result for any defence."
+    )
     assert stopped.summary().notes == () and search(NOTHING).summary().notes == ()
     found = search(FOUND, NOTHING, replace(UNTRIED, cut=True), stopped="Ctrl-C")
     assert verdict(found) == (
-        "These settings pass the gate psnr=20: noise σ=1. Each passed on 8 images that the search did not use, against "
-        "matching, tokens; another attack may recover more. No such setting was found for batch."
+        "These settings pass the gate psnr=20: noise σ=1. Each setting was tested on 8 images that the search did not "
+        "use. The attacks were matching, tokens; another attack may recover more. No setting that passes was found "
+        "for batch."
     )
     assert found.summary().notes[0] == "Stopped by Ctrl-C." and len(found.summary().notes) == 2
     assert len(found.summary().tables) == 2 and len(search(NOTHING).summary().tables) == 1
     assert search().summary().tables == ()
     fewer = replace(FOUND, named="clip", unseen=None)
-    assert "noise σ=1; clip. Each passed on 6 images or more that" in verdict(search(FOUND, fewer))
+    assert "noise σ=1; clip. Each setting was tested on 6 images or more that" in verdict(search(FOUND, fewer))
     numbers = found.numbers()
     assert (numbers["searched"], numbers["held_out"], numbers["stopped"]) == (4, 6, "Ctrl-C")
     assert numbers["defences"][0]["unseen"]["said"] == "why" and numbers["defences"][1]["named"] is None
