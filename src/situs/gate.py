@@ -302,7 +302,7 @@ def _judge(
     count = max((finding.asked for finding in findings), default=0)
     if above:
         samples = {one.exposure.sample for one in above}
-        reason = f"{len(samples)} of {counted(count, things)} above the limit; most exposed: {worst}"
+        reason = f"{len(samples)} of {counted(count, things)} above what the gate allows; most exposed: {worst}"
         return Judgement(defence, "above", reason + idle, worst)
     shown = [] if worst is None else [f"most exposed: {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]

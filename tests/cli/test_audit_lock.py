@@ -93,9 +93,7 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert (
-            "Attackers not run, although anybody could run them: images (a few unlabelled images or texts)" in printed
-        )
+        assert "Not run, although anybody could do so: images (a few unlabelled images or texts)" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 
@@ -103,7 +101,7 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "These attackers were not judged, because the true key was not given: public-base." in printed
+    assert "Not judged, because the true key was not given: public-base." in printed
     assert "No strength can be given, " in printed
     assert "256" not in printed.replace(
         "vit_tiny_patch16_224", ""
@@ -183,7 +181,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
-    said = "inconclusive (not a pass). These attackers were not judged, because the true key was not given: "
+    said = "inconclusive (not a pass). Not judged, because the true key was not given: "
     assert said + "no-base, images." in capsys.readouterr().out
 
 

@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Change | str, str]] = {
     "missing image": (lambda told: told["annotations"][0].update(image_id=3), "belongs to the image 3, but no image"),
     "category": (lambda told: told["annotations"][0].update(category_id=91), "has the category 91, but the"),
     "empty": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
-    "mask of another size": (lambda told: told["annotations"][2]["segmentation"].update(size=[9, 9]), "of 9 × 9,"),
+    "mask of another size": (lambda told: told["annotations"][2]["segmentation"].update(size=[9, 9]), "9 × 9 pixels"),
     "broken json": ("{", "is not valid JSON"),
     "no objects": (lambda told: [row.update(bbox=[1, 1, 0, 0]) for row in told["annotations"]] and None, "has a box"),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def test_hidden_folders_are_named(source, tmp_path):
     put(source, ".git/objects/ab", b"weights")
     put(source, "tokens/.cache/b", b"weights")
     assert (
-        "These files were left out, because a lock copies only known small files: .git/, tokens/.cache/."
+        "Files left out, because a lock copies only known small files: .git/, tokens/.cache/."
         in lock(source, KEY, tmp_path / "locked").notes
     )
 

@@ -406,7 +406,7 @@ def test_other_data_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:
     train(tmp_path / "run", hooks=[StopAt(3)])
-    with pytest.raises(SitusError, match=r"model\.safetensors does not fit the model: backbone\.model\.blocks\.2\."):
+    with pytest.raises(SitusError, match=r"model\.safetensors does not fit the run: backbone\.model\.blocks\.2\."):
         train(tmp_path / "run", method=toy(depth=3))
 
 

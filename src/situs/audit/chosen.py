@@ -556,6 +556,6 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
-    related = "This is usual after fine-tuning" if distance < 0.7 else "The models are therefore unrelated"
+    related = "Fine-tuning can also cause such a difference" if distance < 0.7 else "The models are therefore unrelated"
     differ = f"differ from those of {name} by {distance:.2g} times their size (median over the matrices)"
     return f"The matrices of the model's blocks {differ}. {related}."

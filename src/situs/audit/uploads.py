@@ -100,7 +100,9 @@ class UploadAudit(Audit):
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
-            nothing = f"In {self._counted}, the attack can prove for no image that it was recovered."
+            nothing = (
+                f"In {self._counted}, no image is certified: the attacker can prove for none that it was recovered."
+            )
             return f"{opening(self)} {nothing} This does not prove privacy: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
             f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "

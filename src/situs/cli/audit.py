@@ -33,7 +33,6 @@ from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.split.text import COUNT as TEXT_COUNT
 from situs.audit.split.text import LONGEST, PromptAudit, audit_prompts
-from situs.audit.split.text import PUBLIC as TEXT_PUBLIC
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.audit.text.result import METRICS as TEXT_METRICS
@@ -472,7 +471,7 @@ class Split(ImageArgs):
         assert self.data is not None
         check_folder(self.out, "split-audit")
         options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
-        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT, "public": TEXT_PUBLIC}
+        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT}
         options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
         options = {"count": self.count, "public": self.public, **options}
         options |= {name: getattr(self, name) for name in ("device", "base") if getattr(self, name) is not None}

@@ -90,7 +90,7 @@ class DataArgs(ModelArgs):
     """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For data without a val or test split: hold out this share of the images for evaluation. Default: as in
+    """For data without a val or test split: hold out this ratio of the images for evaluation. Default: as in
     training."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None

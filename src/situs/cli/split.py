@@ -293,8 +293,8 @@ class Infer(ClientArgs):
     """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). A
-    model from split training always uses the defence of its training."""
+    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). The
+    client's part of a split training always uses the defence of its training."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""

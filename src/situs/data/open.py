@@ -78,7 +78,7 @@ def _config(data: str | Path | DataConfig, fields: dict[str, Any]) -> DataConfig
 
 def _prefix(path: str | Path, split: str) -> str:
     """The path from the data's folder to a split's files, which goes before their names; empty for shards."""
-    folder = (Path(path).expanduser() / split).is_dir()
+    folder = not is_remote(path) and (Path(path).expanduser() / split).is_dir()
     return f"{split}/" if folder and not any(list_shards(Path(path), suffix) for suffix in (".parquet", ".tar")) else ""
 
 

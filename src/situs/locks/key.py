@@ -159,9 +159,7 @@ def draw_key() -> Key:
 def write_key(key: Key, path: str | Path, passphrase: str | None = None) -> None:
     """Writes a key to a new file, as `new_key` does."""
     if passphrase == "":
-        raise SitusError(
-            "the passphrase is empty; choose another passphrase, or make a key without a passphrase", field="passphrase"
-        )
+        raise SitusError("an empty passphrase does not protect the key; choose another passphrase", field="passphrase")
     seed, wrapping = key.seed, None
     if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))

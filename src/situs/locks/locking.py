@@ -251,8 +251,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "These files were left out, because a lock copies only known small files": left_out,
-        "These tensors are not locked, because the model does not use them": extra,
+        "Files left out, because a lock copies only known small files": left_out,
+        "Tensors not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -383,7 +383,8 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked. The file was altered, or belongs to another "
-            "model. If the model was trained since the lock, open it with the option retrained",
+            "model. Only after authorised training, open the model with the option retrained, which accepts changed "
+            "tensors without a check",
             field="retrained",
         )
 
@@ -448,11 +449,11 @@ def _unlock_retrained(
             "a check."
         ),
         *(
-            [f"Some tensors outside the lock are new, missing, or changed in shape or dtype: {', '.join(differing)}."]
+            [f"Tensors outside the lock that are new, missing, or changed in shape or dtype: {', '.join(differing)}."]
             if differing
             else []
         ),
-        *([f"These files may contain locked weights and were left out: {', '.join(left_out)}."] if left_out else []),
+        *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 
 

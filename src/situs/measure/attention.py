@@ -99,8 +99,8 @@ class Attention(Result):
         locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
             f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention that "
-            f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to a tenth of the patches. "
-            f"Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
+            f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to the most attended tenth of the "
+            f"patches. Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
             f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is "
             "local if its mean distance is less than half that of uniform attention)."
         )
@@ -115,7 +115,10 @@ class Attention(Result):
         numbers = (
             (f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats: entropy of the sharpest head"),
             (f"{survey.distance.min():.1f}", "patches: mean distance of the most local head"),
-            (percent(shown.brightest_tenth, 0), "of the patch attention goes to only a tenth of the patches"),
+            (
+                percent(shown.brightest_tenth, 0),
+                "of the patch attention goes to the most attended tenth of the patches",
+            ),
         )
         return Summary(sentence, (Table(title, header, rows),), numbers=numbers)
 

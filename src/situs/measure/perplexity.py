@@ -107,5 +107,5 @@ def measure_perplexity(
             total.add(torch.stack([losses.double().sum(), right.sum().double(), known.sum().double()]))
     loss, right, count = total.over_ranks().tolist()
     if not count:
-        raise SitusError("there is no word to predict, because each piece of text has a single word", field="data")
+        raise SitusError("there is no word to predict, because each block of the text has a single word", field="data")
     return WordScores(math.exp(min(loss / count, 700.0)), loss / count, right / count, int(count))

@@ -149,7 +149,7 @@ def puzzle_method(
         return method
     if not isinstance(method, MP3):
         raise SitusError(
-            f"anchor_ratio: {kind} gives no hints; only MP3 gives hints (patches that keep their positions)",
+            f"anchor_ratio: applies only to MP3, but the model was trained by {kind}",
             field="anchor_ratio",
             value=anchor_ratio,
         )

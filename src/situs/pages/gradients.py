@@ -47,15 +47,16 @@ EXACTLY = (
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image. It holds {scope}. An image counts as 'above' if one of four things is "
-    "true. (a) Its recovery is better than a blind guess by more than {psnr:g} dB of PSNR or {ssim:g} of SSIM. (This "
-    "PSNR is the best over gain, offset, flips, shifts and reduction to two levels.) (b) More of its patches are at "
-    "their true position than chance explains. (c) The image is re-identified more often than by chance. (d) It "
-    "exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. (1) No image is 'above', "
-    "not even if the step uses the least likely labels. (2) The upload contains noise. (3) A closed-form attack solved "
-    "every image, and the errors of its equations are as large as noise and precision predict. (4) The oracle (a bound "
-    "that knows the image) also stays within the margins. In all other cases the gate is inconclusive (not a pass). A "
-    "search can make the gate fail, but a search alone never makes the gate pass."
+    "The gate judges the most exposed image. Its verdict holds {scope}. An image counts as 'above' if one of four "
+    "things is true. (a) Its recovery is better than a blind guess by more than {psnr:g} dB of PSNR or {ssim:g} of "
+    "SSIM. (This PSNR is the best over gain, offset, flips, shifts and reduction to two levels.) (b) More of its "
+    "patches are at their true position than chance explains. (c) The image is re-identified more often than by "
+    "chance. (d) It exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. (1) No "
+    "image is 'above', not even if the step uses the least likely labels. (2) The upload contains noise. (3) A "
+    "closed-form attack solved every image, and the errors of its equations are as large as noise and precision "
+    "predict. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases the "
+    "gate is inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate "
+    "pass."
 )
 
 ONLY = "and only against the attacks of this page. Other attacks may do better"

@@ -137,9 +137,9 @@ def _curves(section: Section, audit: SplitAudit) -> None:
     section.text(
         "Each line is a defence at several strengths, with or without a permutation. The horizontal axis is "
         "the utility for the client's task (high on the right). The vertical axis is the result of the best attacker; "
-        "all attackers know the defence. A line that is low on the right shows a good defence: it keeps the utility, "
-        "and these attackers do not undo it. If the lines with and without a permutation coincide, the permutation "
-        "adds no protection."
+        "all attackers know the defence. If a line is low on the right, the defence keeps the utility, and these "
+        "attackers do not undo it (other attackers may). If the lines with and without a permutation coincide, the "
+        "permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)

@@ -130,7 +130,8 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
     length = int.from_bytes(chunk[:8], "little")
     if length > LARGEST_HEADER or length + 8 > len(chunk):
         raise RefusedError(
-            f"the header has {length:,} bytes, but the first chunk has only {len(chunk):,} and must contain the header"
+            f"the header has {length:,} bytes; at most {LARGEST_HEADER:,} are allowed, and the first chunk "
+            f"({len(chunk):,} bytes) must contain the whole header"
         )
     try:
         header = parse_header(bytes(chunk[: 8 + length]), "the message")

@@ -164,9 +164,8 @@ class Session:
             raise RefusedError(f"the learning rate of a commit is {rate!r:.20}, but must be 0 to {LARGEST_RATE:g}")
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
-            raise RefusedError(
-                f"the commit has {'no' if share is None else 'an unexpected'} clipping factor", "tensors"
-            )
+            problem = "no clipping factor, but needs one" if share is None else "an unexpected clipping factor"
+            raise RefusedError(f"the commit has {problem}", "tensors")
         if share is not None and not 0 <= float(share) <= 1:
             raise RefusedError("the clipping factor of the commit is outside [0, 1]")
         self.blocks.commit(float(rate), share, fine=fine)

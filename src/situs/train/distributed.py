@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -49,7 +49,8 @@ def find_device(device: Any = None) -> torch.device:
         raise SitusError(f"device={device}: this machine has no CUDA device", field="device")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise SitusError(
-            f"device={device}: this machine has only {torch.cuda.device_count()} CUDA devices, numbered from 0",
+            f"device={device}: this machine has only {counted(torch.cuda.device_count(), 'CUDA devices')}, numbered "
+            "from 0",
             field="device",
         )
     if kind.type not in ("cpu", "cuda"):

@@ -153,8 +153,8 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
         high *= STRIDE
         if high > MOST_NOISE:
             raise SitusError(
-                f"epsilon={epsilon}: no noise multiplier up to {MOST_NOISE:g} gives this ε in {steps} steps; give a "
-                "larger ε, or train fewer steps",
+                f"epsilon={epsilon}: even a noise multiplier of {high / STRIDE:,.0f} gives a larger ε in "
+                f"{counted(steps, 'steps')}; give a larger epsilon, or train fewer steps",
                 field="dp.epsilon",
             )
     low = high / STRIDE
@@ -322,7 +322,9 @@ class PrivateStepper(Stepper):
         total, count = None, 0
         for part in parts:
             if part.draws:
-                raise SitusError("dp: methods that draw random masks or orders in a step are not supported", field="dp")
+                raise SitusError(
+                    "dp: methods that draw random numbers in a step (masks, orders) are not supported", field="dp"
+                )
             for at in range(0, len(part.batch.ids), self.at_once):
                 sums = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
                 total = sums if total is None else total + sums
@@ -413,7 +415,8 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total} steps"
+                reason = f"the noise was set for {counted(before, 'steps')}"
+                reason += f", so the run cannot have {counted(total, 'steps')}"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {reason}", field=("train.epochs", "train.max_steps"))
         noise, rate, sentence = self.plan(method, loader, total)
         self.secret, existed = secret_of(run.path)

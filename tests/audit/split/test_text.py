@@ -225,5 +225,5 @@ def test_from_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: p
     assert (tmp_path / "split-audit.html").stat().st_mode & 0o077 == 0
     assert main(["audit", "split", *map(str, words), "--attacks", "order"]) == 2
     assert "attacks: is not used for texts" in capsys.readouterr().err
-    assert main(["audit", "split", *map(str, words[:3])]) == 2  # the defaults are those of `audit_prompts`
-    assert "224 are needed: 200 public texts" in capsys.readouterr().err
+    assert main(["audit", "split", *map(str, words[:3])]) == 2
+    assert "324 are needed: 300 public texts" in capsys.readouterr().err

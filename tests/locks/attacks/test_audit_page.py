@@ -130,11 +130,11 @@ def test_accuracies_that_few_samples_cannot_tell_apart_are_named_with_both() -> 
 
 def test_what_was_not_run_is_named_where_the_strength_depends_on_it() -> None:
     attacks = (recovery("no-base", 1),)
-    for missing, reason in (("public-base", "the strength depends on them"), ("images", "anybody could run them")):
+    for missing, reason in (("public-base", "the strength depends on this"), ("images", "anybody could do so")):
         audit = LockAudit("m", (64,), 0, attacks, missing=frozenset({missing}))
-        assert audit.strength is None and f"Attackers not run, although {reason}: {missing} (" in audit.verdict
+        assert audit.strength is None and f"Not run, although {reason}: {missing} (" in audit.verdict
         assert audit.verdict.count(f"{missing} (") == 1
-    assert "Attackers not run" not in LockAudit("m", (64,), 0, attacks).verdict
+    assert "Not run" not in LockAudit("m", (64,), 0, attacks).verdict
 
 
 def test_bars_fall_and_an_attack_that_restores_the_accuracy_is_bad() -> None:

@@ -339,7 +339,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 
 OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
-UNJUDGED = "These attackers were not judged, because the true key was not given: x"
+UNJUDGED = "Not judged, because the true key was not given: x"
 NO_PASS = "No strength can be given, so the audit is inconclusive (not a pass)."
 
 
@@ -369,7 +369,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
         (
             (0,),
             [
-                "Attackers not run, although anybody could run them",
+                "Not run, although anybody could do so",
                 "images (a few unlabelled images or texts)",
                 "No strength",
             ],
@@ -377,7 +377,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
         ),
         (
             (None,),
-            [UNJUDGED, "Attackers not run, although anybody could run them", "No strength"],
+            [UNJUDGED, "Not run, although anybody could do so", "No strength"],
             ["bits", OPEN, BOUND],
         ),
         ((768,), ["at most 0 bits", OPEN], ["Not", "not run", "No strength", BOUND]),

@@ -66,7 +66,7 @@ def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
     with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
         hinted.under(anchor_ratio=1.0)
     made = make_droppos()
-    with pytest.raises(SitusError, match="DropPos gives no hints; only MP3 gives hints"):
+    with pytest.raises(SitusError, match="applies only to MP3, but the model was trained by DropPos"):
         puzzle_method(Model("run", made.backbone, made), anchor_ratio=0.0)
 
 

@@ -53,7 +53,7 @@ def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
     with pytest.raises(SitusError, match="other users can read this key"):
         read_credentials(other, "client")
     (other / "server.pem").write_bytes(b"nonsense")
-    with pytest.raises(SitusError, match="are not in the PEM format"):
+    with pytest.raises(SitusError, match="cannot be read as PEM"):
         read_credentials(other, "server")
 
 

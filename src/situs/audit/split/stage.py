@@ -65,8 +65,8 @@ def check_places(backbone: Backbone) -> None:
     """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(
-            f"{backbone.name}: permuting the tokens (rows) of this model hides nothing, so this audit does not apply: "
-            f"{why}"
+            f"{backbone.name}: the tokens (rows) of this model cannot be permuted, or permuting them hides nothing, so "
+            f"this audit does not apply: {why}"
         )
 
 

@@ -144,7 +144,7 @@ class Search:
             if named + 1 == len(rungs):
                 break
             named += 1
-        reason = _failed(failed) or "the search has used all images, so none were left to test a setting on"
+        reason = _failed(failed) or "too few images were left to test a setting on"
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
         reason += "" if last is None else f"; no setting stronger than {last} was tried"
         return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)

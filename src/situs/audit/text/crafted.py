@@ -769,10 +769,8 @@ def crafted_sentences(
     partial = f"{len(sentences)} of {counted(batch, 'sentences')}" if deadline.over() else None
     reason = None
     if len(sentences) < batch:
-        reason = f"the crafted neurons separated {len(sentences)} of {counted(batch, 'sentences')} from the others; "
-        reason += (
-            "noise hides the other sentences" if noise else "another round with other thresholds may read the others"
-        )
+        reason = f"the crafted neurons isolated {len(sentences)} of {counted(batch, 'sentences')}; "
+        reason += "noise hides the rest" if noise else "another round with other thresholds may read the rest"
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
             reason += f"; a sentence of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):

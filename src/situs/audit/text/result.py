@@ -219,9 +219,10 @@ def verdict_of(audit: TextAudit, sentence: Callable[[TextFinding], str], unread:
 def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     shares = finding.shares
     recovered = (
-        f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} were recovered word for word "
-        f"from one step on a batch of {audit.batch}. The attack recovered {_share(shares['tokens'], 'none')} of the "
-        f"tokens at their position, and {_share(shares['words'], 'none')} of the tokens if positions are ignored."
+        f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} {verb(finding.count, 'were')} "
+        f"recovered word for word from one step on a batch of {audit.batch}. The attack recovered "
+        f"{_share(shares['tokens'], 'none')} of the tokens at their position, and "
+        f"{_share(shares['words'], 'none')} of the tokens if positions are ignored."
     )
     if finding.picked <= finding.whole:
         return recovered

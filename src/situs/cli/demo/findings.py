@@ -229,7 +229,7 @@ def find_lock(stage: Stage) -> Finding:
             f"{best.right} of {best.size}",
             "channels of the key found",
             f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner also "
-            "withholds the embedding, an attacker that has only images cannot run this attack.",
+            "withholds the embedding, an attacker that has only images cannot begin an attack.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )

@@ -133,7 +133,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     page.lead = (
         "These five findings show what a transformer learns from position, and what it reveals. They were computed "
         f"on this machine in {duration}, from the images that come with Situs."
-        + (f" Because an extra is missing, these findings were skipped: {', '.join(skipped)}." if skipped else "")
+        + (f" Skipped, because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )
     if stage.quick:
         page.notice = QUICK_NOTE

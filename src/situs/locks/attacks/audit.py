@@ -349,7 +349,7 @@ class LockAudit(Result):
                 _MEANS[strength == 0],
             ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-            sentences.append(f"These attackers were not judged, because the true key was not given: {unjudged}.")
+            sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
         sentences += [
             f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."
@@ -373,8 +373,8 @@ class LockAudit(Result):
             )
         if self.missing and strength is None:
             names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(self.missing))
-            reason = "the strength depends on them" if "public-base" in self.missing else "anybody could run them"
-            sentences.append(f"Attackers not run, although {reason}: {names}.")
+            reason = "the strength depends on this" if "public-base" in self.missing else "anybody could do so"
+            sentences.append(f"Not run, although {reason}: {names}.")
         return sentences
 
     def summary(self) -> Summary:

@@ -56,7 +56,8 @@ Row law: if the tokens are permuted, the output is permuted in the same way. Col
 and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
 and over optimiser steps, once with and once without the permutation. The two results must agree. The numbers are the
 largest relative differences between them. "Needs keyed weights" means that the law holds only if the key has permuted
-the weights. "Refused" means that the law does not hold.
+the weights. "Refused" means that the law does not hold or could not be tested; the reason is
+given.
 """
 
 

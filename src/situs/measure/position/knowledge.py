@@ -281,10 +281,10 @@ MEANING = """
 Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
 and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
 linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
-With the patches shuffled, a reader can use only the position embeddings. A linear reader gives a lower bound: another
-reader, or more samples, may find more. A further regression reads the position embeddings themselves. It is fitted on
-some positions, and tested on the others. The readers of the features were fitted on every position, but on other
-samples.
+With the patches shuffled, a reader can use only the positions that the model adds. A linear reader gives a lower bound:
+another reader, or more samples, may find more. A further regression reads the position embeddings themselves. It is
+fitted on some positions, and tested on the others. The readers of the features were fitted on every position, but on
+other samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
 distance between the vectors that the classifier reads before and after the shuffle. With the mask hidden, the model

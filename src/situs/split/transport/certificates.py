@@ -128,7 +128,8 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:
         raise SitusError(
-            f"{folder}: its certificates or its key are not in the PEM format: {str(error)[:120]}", field="tls"
+            f"{folder}: its certificates or its key cannot be read as PEM without a password: {str(error)[:120]}",
+            field="tls",
         ) from None
     _check_time(files[0], trusted)
     _check_time(files[1], shown)

@@ -68,11 +68,11 @@ def check_fit(where: str, targets: Mapping[str, Tensor], shapes: Mapping[str, Se
     """Refuses names or shapes that differ from the targets'."""
     for name in sorted(targets.keys() ^ shapes.keys()):
         problem = "is not in the file" if name in targets else "is in the file but not in the model"
-        raise SitusError(f"{where} does not fit the model: {name} {problem}")
+        raise SitusError(f"{where} does not fit the run: {name} {problem}")
     for name, target in targets.items():
         if tuple(target.shape) != tuple(shapes[name]):
             raise SitusError(
-                f"{where} does not fit the model: {name} has the shape {list(shapes[name])} instead of "
+                f"{where} does not fit the run: {name} has the shape {list(shapes[name])} instead of "
                 f"{list(target.shape)}"
             )
 
