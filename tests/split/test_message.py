@@ -95,8 +95,8 @@ def chunk_of(facts="{}", kind="forward", version="1", **tensors) -> bytes:
     ("chunk", "reason"),
     [
         (b"", "too few"),
-        (b"\xff" * 8, "must contain the header"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "must contain the header"),
+        (b"\xff" * 8, "must contain the whole header"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "must contain the whole header"),
         ((2).to_bytes(8, "little") + b"[]", "JSON object"),
         ((4).to_bytes(8, "little") + b"\x80\x03}.", "is not valid JSON"),  # a pickle is no header
         (chunk_of(version="2"), "version '2'"),

@@ -59,8 +59,14 @@ def sent(backbone: Any, text: Tensor, depth: int) -> Tensor:
     return states_at(backbone, text[None], [depth])[depth][0]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "bert"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("depth", "kind"),
+    [
+        *((depth, kind) for depth in (0, 1) for kind in ("gpt2", "llama", "gpt_neox")),
+        (0, "bert"),
+        pytest.param(1, "bert", marks=pytest.mark.slow),
+    ],
+)
 def test_every_word_is_read_and_a_perturbed_state_is_not_accepted(kind: str, depth: int, scene: Any) -> None:
     backbone, known, private = scene(kind)
     for text in private:

@@ -96,7 +96,7 @@ def test_the_noise_is_as_strong_as_in_generation(files: dict[str, Path], monkeyp
     assert scales[3:] == [7.0]
 
 
-@pytest.mark.parametrize("permute", [("rows",), ("rows", "columns")])
+@pytest.mark.parametrize("permute", [("rows",), pytest.param(("rows", "columns"), marks=pytest.mark.slow)])
 def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
     permute: tuple[str, ...], files: dict[str, Path]
 ) -> None:

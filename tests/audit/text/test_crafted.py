@@ -126,7 +126,7 @@ def test_of_a_batch_some_are_read_and_none_wrongly(folders: dict[str, Path], sen
     batch = sentences(victim, 8)
     recovered = crafted_sentences(*step(victim, batch), 8)
     assert recovered.sentences and set(recovered.sentences) <= set(batch)
-    assert len(recovered.sentences) == 8 or "the crafted neurons separated" in str(recovered.reason)
+    assert len(recovered.sentences) == 8 or "the crafted neurons isolated" in str(recovered.reason)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "distilbert"])
