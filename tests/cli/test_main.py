@@ -265,7 +265,7 @@ def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(caps
     assert "matching  --labels" in short and "--iterations INT" not in short
     assert main(["audit", "gradients", "--help", "matching"]) == 0
     told = capsys.readouterr().out
-    assert "--iterations INT" in told and "--fail-above" not in told
+    assert "--iterations INT" in told and "--fail-above TEXT" not in told
     assert main(["audit", "gradients", "--help", "all"]) == 0
     assert {"--img-size", "--iterations", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert main(["audit", "gradients", "--help", "presets"]) == 2

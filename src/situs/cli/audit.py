@@ -130,10 +130,10 @@ class GateArgs(ModelArgs):
     """Flags of the audits with a gate."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, shared equally among the attacks."""
+    """Time limit for all attacks together. Each attack gets an equal share."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the gate's verdict to this file as JUnit XML. An inconclusive verdict becomes an error."""
+    """JUnit XML file for the gate's verdict. An inconclusive verdict counts as an error."""
 
     pictures: bool = True
     """Show the attacked samples on the page. Do not publish this page."""
@@ -153,7 +153,7 @@ class GateArgs(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(GateArgs, AuditConfig):
-    """Measure what gradients reveal about images. The audit can pass or fail in CI.
+    """Measure what gradients reveal about images. --fail-above sets a gate for CI.
 
     For example: situs audit gradients runs/ft --data samples --count 2
     """
@@ -179,15 +179,15 @@ class Gradients(GateArgs, AuditConfig):
     --server active, the default is all attacks that craft weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With auto, Situs tests none, noise, clip,
-    no-pe-gradient and the DP-SGD of the run, if any. With a gate, auto tests only this DP-SGD (without DP-SGD, no
-    defence). An MJP run always shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto tests none, noise, clip, no-pe-gradient
+    and, for a run with DP-SGD, this DP-SGD. With --fail-above, auto tests only this DP-SGD (for other runs, only none).
+    An MJP run always shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
-    attack the shuffled image, and compare with the shuffled image. c: attack the shuffled image, and compare with the
-    original. In each setting, some attackers know that MJP is used, and others do not. Set γ, the ratio of shuffled
-    patches, with --defences mjp=γ."""
+    attack the shuffled image, and compare the result with the shuffled image. c: attack the shuffled image, and compare
+    the result with the original. In each setting, some attackers know that MJP is used, and others do not. Set γ, the
+    fraction of shuffled patches, with --defences mjp=γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -220,11 +220,11 @@ class Gradients(GateArgs, AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(GateArgs, StepConfig):
-    """Measure what gradients reveal about texts. The audit can pass or fail in CI.
+    """Measure what gradients reveal about texts. --fail-above sets a gate for CI.
 
-    The gate limits one of four ratios: words (words recovered from the most exposed sentence), tokens (words recovered
-    at their right position in this sentence), sentences (completely recovered sentences), or picked (sentences
-    recovered completely or picked from several candidates).
+    The gate limits one of four fractions. words: words recovered from the most exposed sentence. tokens: words
+    recovered at the right position in the most exposed sentence. sentences: sentences recovered completely. picked:
+    sentences recovered completely or picked from several candidates.
 
     For example: situs audit texts bert/ --data sentences.txt --count 4
     """
@@ -290,8 +290,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Defences to test at several strengths, comma-separated: noise, clip (with noise, as in DP-SGD) or precision, and
-    for images also fedavg (local steps) or dropout. Default: noise,precision,fedavg for images, and noise,precision for
+    """Defences to test at several strengths, comma-separated: noise, clip (with noise, as in DP-SGD) or precision. For
+    images, also fedavg (local steps) or dropout. Default: noise,precision,fedavg for images, and noise,precision for
     texts."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
@@ -299,17 +299,17 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
-    """Attacks, comma-separated. At each strength, a curve shows the attack that recovers most."""
+    """Attacks, comma-separated. A curve shows the strongest attack at each strength."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences of fixed strength, comma-separated. Each of them is combined with each defence of --over, and
-    gives its own curve. auto means none,no-pe-gradient."""
+    """Further defences of fixed strength, comma-separated. Each pair of such a defence and a defence of --over gives a
+    curve. auto means none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, shared equally among the attacks."""
+    """Time limit for all attacks together. Each attack gets an equal share."""
 
     pictures: bool = True
     """With --find: show the attacked samples on the page. Do not publish this page."""
@@ -397,8 +397,8 @@ class Split(ImageArgs):
 
     By default, each defence is tested without permutation, with permuted rows (tokens), with permuted columns
     (channels), and with both. The default flags reproduce Table 6 of the split learning paper (ST). To attack a
-    language model, give a text file and the numbers of blocks on the client, as in --data texts.txt --depth
-    0,half,last.
+    language model, set --data to a text file and --depth to the numbers of blocks on the client, for example --data
+    texts.txt --depth 0,half,last.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
     """
@@ -412,9 +412,9 @@ class Split(ImageArgs):
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (noise of σ × the tokens' standard deviation), lowpass=r (keep a ratio r
-    of the frequencies), batch-shuffle=B (B samples exchange their tokens), or curve (each defence at several
-    strengths)."""
+    """Defences, comma-separated: none, noise=σ (noise with σ times the standard deviation of the tokens), lowpass=r
+    (keep a fraction r of the frequencies), batch-shuffle=B (B samples exchange tokens), or curve (each defence at
+    several strengths)."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -427,7 +427,7 @@ class Split(ImageArgs):
     the attacker knows this whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
+    """The attacker has this many other images (or texts) of the same data set. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Blocks on the client: a number, half (half of all blocks), or last (all blocks except the last)."""
@@ -488,8 +488,8 @@ class Lock:
     """Attack a locked model without its key, and measure how much security remains.
 
     A lock is obfuscation, not encryption. An attacker with the original model can compute the key from the weights of
-    the original and the locked model. An attacker with a few images may find most of the key. To simulate an attacker
-    with a fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
+    the original and the locked model. A few images can be enough to find most of the key. To simulate an attacker with
+    a fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
 
     For example: situs audit lock locked --key owner.key --base exported
     """

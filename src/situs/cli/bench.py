@@ -43,8 +43,8 @@ class Bench:
     """Cases: METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO. RATIO sets mask_ratio."""
 
     compare: Annotated[tuple[Path, ...], Parameter(metavar="BEFORE,AFTER")] = ()
-    """Compare two earlier results (files step.json) instead of measuring. The output shows which cases became faster or
-    slower."""
+    """Instead of measuring, compare two earlier results (step.json files). The output shows which cases became faster
+    or slower."""
 
     at_once: bool = False
     """Compile all cases at the same time, each in its own process. The time of each case is still measured

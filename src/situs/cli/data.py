@@ -23,9 +23,9 @@ FAILED = 3
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """Check every image of a data set before training. The check finds broken, grey, CMYK, 16-bit, very large, oddly
-    shaped and duplicate images. It also finds wrong checksums, and masks or objects that training cannot use.
+    shaped and duplicate images. The check also finds wrong checksums, and masks or objects that training cannot use.
 
-    If the check finds an issue of a kind that --fail-on lists, the exit status is 3. Otherwise, the exit status is 0.
+    If the check finds an issue of a kind in --fail-on, the exit status is 3. Otherwise, the exit status is 0.
 
     For example: situs data check samples --fail-on broken,leak
     """
@@ -95,8 +95,8 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Pack a data set into parquet or WebDataset shards with checksums. By default, larger images are resized to a
-    short side of 256 pixels.
+    """Pack a data set into parquet or WebDataset shards with checksums. By default, images are shrunk to a short side
+    of at most 256 pixels.
 
     The input can be any image data set that training can read. If packing is interrupted, repeat the same command to
     continue. The result is byte for byte the same as without an interruption. Broken images are skipped. The file

@@ -93,7 +93,7 @@ class Predict(ModelArgs):
 @dataclass(frozen=True, kw_only=True)
 class Features(DataArgs):
     """Write the features of all images or patches to one file, with ids and labels. The shape is [n, D] for n images,
-    or [n, N, D] for the N patches of n images.
+    or [n, N, D] for n images of N patches. D is the feature width.
 
     For example: situs features runs/mp3 --out features.safetensors
     """
@@ -181,7 +181,7 @@ class Accuracy(SentenceArgs):
     logits. whole: segment the whole image at once, with resampled position embeddings."""
 
     overlap: Annotated[float, Parameter(metavar="RATIO")] = 1 / 3
-    """With --mode slide: smallest overlap of neighbouring windows, as a ratio of the window size."""
+    """With --mode slide: smallest overlap of neighbouring windows, as a fraction of the window size."""
 
     save_detections: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the detections to this file in COCO's results format. Coordinates are in pixels of the original images."""
@@ -277,7 +277,7 @@ class Probe(MeasureArgs):
     """Largest number of training images for fitting the classifier."""
 
     ratio: Annotated[float, Parameter(metavar="RATIO")] = 0.75
-    """With --kind position: ratio of the patches that have no position embedding."""
+    """With --kind position: fraction of the patches that get no position embedding."""
 
     pool: Literal["mean", "cls"] = "mean"
     """With --kind class: mean (the mean of the patch tokens) or cls (the CLS token)."""
@@ -308,21 +308,23 @@ class Probe(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency(MeasureArgs):
-    """Measure how the predictions of a classifier change when patches are shuffled. γ is the ratio of shuffled patches.
+    """Measure how the predictions of a classifier change when patches are shuffled. γ is the fraction of shuffled
+    patches.
 
-    The metrics are top-1, consistency (the ratio of images with an unchanged prediction) and Diff.Norm (the mean
-    distance between the features of the original and the shuffled image). Every metric is measured twice. In one
-    measurement, a mask tells the model which patches were shuffled. In the other measurement, the model gets no mask.
+    The metrics are top-1, consistency and Diff.Norm. Consistency is the fraction of images whose prediction is
+    unchanged. Diff.Norm is the mean distance between the features of an image before and after shuffling. Every metric
+    is measured twice. In one measurement, a mask tells the model which patches were shuffled. In the other measurement,
+    the model gets no mask.
 
     For example: situs evaluate consistency runs/ft --ratios 0,.15,.5
     """
 
     ratios: Annotated[tuple[float, ...], Parameter(metavar="γ,γ,…")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
-    """Values of γ, the ratio of shuffled patches."""
+    """Values of γ, the fraction of shuffled patches."""
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
     """For a network without tokens, such as a ResNet: number of rows and columns of the patch grid. Default: the grid
-    used in training. Without a training run, the default is 14,14, or 8,8 if the image size is not a multiple of 14."""
+    used in training. Without a training run, the default is 14,14 (8,8 if the image size is not a multiple of 14)."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -355,12 +357,12 @@ class Robustness(MeasureArgs):
     (CIFAR-C)."""
 
     imagenet_a: _Folder = None
-    """Folder of natural adversarial images, with paths CLASS/IMAGE. The metrics are accuracy and AURRA. The model
-    chooses only among the classes in the folder."""
+    """Folder of natural adversarial images, with paths CLASS/IMAGE. The metrics are accuracy and AURRA (accuracy of the
+    k most confident predictions, averaged over k). The model chooses only among the classes in the folder."""
 
     imagenet_o: _Folder = None
-    """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR of detecting these images
-    among the images of --in-distribution."""
+    """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR for telling these images
+    from in-distribution images."""
 
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
     """In-distribution images for the comparison with --imagenet-o. Default: the images of --data."""
@@ -382,9 +384,9 @@ class Position(MeasureArgs):
     """Measure how much a model knows about position. The flag --kind sets what is measured.
 
     With --kind answers, Situs measures how often an MP3 or DropPos run predicts the right position, at several mask
-    ratios. With --kind vectors, Situs plots the position embeddings and their spectrum, and fits a linear
-    regression from embeddings to positions. With --kind all, MODEL can be any model: Situs measures what its position
-    embeddings, features, predictions and blocks reveal about position.
+    ratios. With --kind vectors, Situs plots the position embeddings and their spectrum, and fits a linear regression
+    from embeddings to positions. With --kind all, MODEL can be any model. Situs then measures what the position
+    embeddings, features, predictions and blocks of the model reveal about position.
 
     For example: situs evaluate position runs/mp3
     """
@@ -409,14 +411,14 @@ class Position(MeasureArgs):
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: mask ratios. Default: 0,.25,.5,.75,.9 for MP3 (η), and 0,.25,.5,.75 for DropPos (γ). With
-    --kind all: ratios of shuffled patches. Default: .15,.5,.9. The verdict reports only the first ratio."""
+    --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The verdict reports only the first fraction."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers, for DropPos: values of γ_pos, the ratio of visible patches that lose their position.
+    """With --kind answers, for DropPos: values of γ_pos, the fraction of visible patches whose position is dropped.
     Default: .25,.5,.75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers, for MP3: ratio of hints (patches that keep their position). Default: as in training."""
+    """With --kind answers, for MP3: fraction of patches that keep their position (hints). Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of cross-validation folds of the linear regression."""
@@ -500,10 +502,10 @@ class Reconstruct(FewImagesArgs):
     """Mask ratios of the puzzles (η for MP3, γ for DropPos). Default: 0,.25,.5,.75, as in the papers."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """For DropPos: values of γ_pos, the ratio of visible patches that lose their position. Default: .75,.95."""
+    """For DropPos: values of γ_pos, the fraction of visible patches whose position is dropped. Default: .75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For MP3: ratio of hints (patches that keep their position). Default: as in training."""
+    """For MP3: fraction of patches that keep their position (hints). Default: as in training."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """Number of images shown."""

@@ -20,8 +20,8 @@ class Export:
     """
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The training run to export. For ONNX, a model folder or a timm model name with its weights (NAME=FILE) also
-    works."""
+    """The training run to export. ONNX exports also accept a model folder or a timm model name with its weights
+    (NAME=FILE)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Output folder, which must be new or empty."""
@@ -34,7 +34,7 @@ class Export:
     logits if the model has a classifier, otherwise pooled."""
 
     ema: bool = True
-    """Export the moving average of the weights (EMA), if the run has one."""
+    """If the run has a moving average of the weights (EMA), export this average."""
 
     force: bool = False
     """Replace an existing export."""

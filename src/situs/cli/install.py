@@ -35,8 +35,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Doctor:
-    """Show what is installed, what is missing, and how to install it. The exit status is 1 if a required package is
-    broken.
+    """Show what is installed, what is missing, and how to install the missing parts. The exit status is 1 if a required
+    package is broken.
 
     For example: situs doctor
     """
@@ -180,8 +180,8 @@ class Completion:
     """bash, zsh, fish or powershell. Default: from $SHELL."""
 
     install: bool = False
-    """Write the script to the completion folder of the shell, and change the startup file of the shell so that it loads
-    the script."""
+    """Write the script to the completion folder of the shell, and change the startup file of the shell to load this
+    script."""
 
     def run(self) -> None:
         """Prints or installs the script."""

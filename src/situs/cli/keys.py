@@ -77,8 +77,8 @@ class Lock(ShapeArgs):
     """Also encrypt the files (AES-256-GCM). The manifest with the names and shapes of the tensors stays readable."""
 
     cover: bool = False
-    """Also permute MLP units, attention heads and the channels within each head. Comparing the weights with those of
-    the original model becomes harder, but the lock does not become more secure."""
+    """Also permute MLP units, attention heads and the channels within each head. Comparing the locked weights with
+    the original weights becomes harder, but the lock does not become more secure."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""

@@ -34,14 +34,14 @@ class Info(NamedArgs):
     """
 
     verify: bool = False
-    """Test whether the model is equivariant to permutations of its tokens and of its channels."""
+    """Test whether the model is equivariant to permutations of tokens and of channels."""
 
     steps: int = 3
     """With --verify: run this many AdamW steps with and without permutations, and compare. 0 skips this comparison."""
 
     tokens: int = 32
-    """With --verify: use at most this many patch tokens per image. A model that needs all its tokens ignores this
-    limit."""
+    """With --verify: use at most this many patch tokens per image. For a model that needs all tokens, this limit has no
+    effect."""
 
     seed: int = 0
     """With --verify: random seed of inputs and keys. Without --weights, this seed also sets the random weights of the
@@ -104,7 +104,7 @@ class Report:
     """
 
     runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
-    """Folders of training runs, which may be finished, running or interrupted."""
+    """Folders of training runs (finished, running or interrupted)."""
 
     over: Literal["epoch", "step"] = "epoch"
     """Horizontal axis of the curves: epoch or step."""
@@ -142,8 +142,8 @@ class Play(NamedArgs):
     """Number of images on the page. The page measures the accuracy on all these images."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes. The page stores each weight in 32 bits if all weights then fit into this
-    size, and in 16 bits otherwise."""
+    """Largest size of the page in megabytes. If 32-bit weights would make the page larger, the weight matrices are
+    stored in 16 bits."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""

@@ -51,7 +51,7 @@ class ShapeArgs:
     """Further constructor arguments of a timm model or of your own module."""
 
     ema: bool = True
-    """For a training run: use the moving average (EMA) of the weights, if the run has one."""
+    """For a training run with a moving average (EMA) of the weights: use this average."""
 
     def shape(self) -> dict[str, Any]:
         """The values of these flags, as arguments of `open_model`."""
@@ -90,7 +90,7 @@ class DataArgs(ModelArgs):
     """Path of the images. If MODEL is a training run, the default is the data of this run."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For data without a val or test split: hold out this ratio of the images for evaluation. Default: as in
+    """For data without a val or test split: hold out this fraction of the images for evaluation. Default: as in
     training."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None

@@ -195,7 +195,7 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights, the same as on the server."""
+    """Initial weights, also needed by the server."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""
@@ -205,8 +205,8 @@ class Train(Recipe, ClientArgs):
     Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence: none, noise=σ (noise of σ × the tokens' standard deviation), lowpass=r (keep a ratio r of the
-    frequencies), or batch-shuffle=B (B samples exchange tokens). Default: none."""
+    """Defence: none (default), noise=σ (σ times the standard deviation of the tokens), lowpass=r (keep a fraction r of
+    the frequencies), or batch-shuffle=B (B samples exchange tokens)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32
@@ -265,7 +265,7 @@ class Infer(ClientArgs):
     """Measure the accuracy of a model that was trained by split learning, or generate text. The server runs the blocks.
     Permutations and defence are the same as in training.
 
-    With --server local, no server is needed, but RUN must contain the blocks. To generate text, RUN may also be a
+    With --server local, no server is needed, but RUN must contain the blocks. To generate text, RUN can also be a
     language model whose blocks the server has loaded (situs split serve --from). A locked language model needs --key.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
@@ -277,7 +277,7 @@ class Infer(ClientArgs):
     """The client's part of the run (the output folder of situs split train)."""
 
     generate: Annotated[str | None, Parameter(metavar="TEXT")] = None
-    """Generate a continuation of this text. Each word is printed as soon as the model generates the word."""
+    """Generate a continuation of this text. The words are printed during generation."""
 
     prompts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Generate a continuation of each line of this file."""
@@ -293,8 +293,8 @@ class Infer(ClientArgs):
     """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). The
-    client's part of a split training always uses the defence of its training."""
+    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). If
+    RUN comes from situs split train, the defence is always the same as in training."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""
@@ -389,7 +389,7 @@ class Merge:
     """The client's part (the output folder of situs split train)."""
 
     server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
-    """The output folder of situs split serve, or its subfolder for one training."""
+    """The output folder of situs split serve, or the subfolder of one training."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """A new folder for the joined run."""

@@ -91,8 +91,8 @@ class Run:
     runs)."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Do not train JOB, but use the training run or export in FOLDER. JOB means the job with seed 0, and JOB-1 the job
-    with seed 1."""
+    """Use the training run or export in FOLDER instead of training JOB. JOB names the job with seed 0, and JOB-1 names
+    the job with seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""
@@ -179,8 +179,8 @@ class Show:
     """Show the table of a study. Without an argument, list all studies.
 
     The argument is the output folder of situs study run, or the name of a study. The table of an unfinished study shows
-    the results so far. The list of studies shows the title, the data, the GPU hours, the numbers of the paper and the
-    numbers that Situs measured.
+    the results so far. For each study, the list shows the title, the data, the GPU hours, the numbers of the paper and
+    the measured numbers.
 
     For example: situs study show runs/lock
     """

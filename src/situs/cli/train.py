@@ -132,7 +132,8 @@ def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Training):
     """Fine-tune a pretrained model to predict classes, masks, objects or words. Backbone and image size come from the
-    pretrained model. The log shows the top-1 accuracy (for masks, the mIoU) on the validation split.
+    pretrained model. The log shows top-1 accuracy (masks: mIoU, objects: AP, words: perplexity) on the validation
+    split.
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
     """
@@ -206,7 +207,7 @@ class Adapt:
     """Further constructor arguments of a timm model."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For data without a test split: ratio of the images to use as test images. Default: 0.2."""
+    """For data without a test split: fraction of the images to use as test images. Default: 0.2."""
 
     batch: int | None = None
     """Images per step. The default is a tenth of the images, but at least 8 and at most 256."""
