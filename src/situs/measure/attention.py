@@ -101,8 +101,8 @@ class Attention(Result):
             f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention that "
             f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to the most attended tenth of the "
             f"patches. Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
-            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is "
-            "local if its mean distance is less than half that of uniform attention)."
+            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is local if "
+            "its mean distance is less than half the distance of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [
