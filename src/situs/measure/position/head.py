@@ -166,7 +166,7 @@ class PositionCurve(Result):
         accuracy, chance = self.accuracy[eta], 1 / self.places
         sentence = (
             f"At η = {eta:g}, the model predicts the position of {percent(accuracy, 2)} of all patches right, "
-            f"{accuracy / chance:.1f} times chance ({percent(chance, 2)}). It was trained at η = {self.trained:g}."
+            f"{accuracy / chance:.1f} times chance ({percent(chance, 2)}). The training used η = {self.trained:g}."
         )
         near = self.top5
         rows = [[f"{ratio:g}", points(right), points(near.get(ratio))] for ratio, right in self.accuracy.items()]
