@@ -327,7 +327,7 @@ def _results(section: Section, audit: Audit) -> None:
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
         "best, at any position. Order: the fraction of patches at their true position. Re-identified: "
         + (
-            f"the fraction of recovered images whose nearest original (of {count}) is the true one."
+            f"the fraction of recovered images whose nearest original (of {count}) is the true original."
             if count > 1
             else ALONE
         ),

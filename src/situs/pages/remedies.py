@@ -17,8 +17,8 @@ READ = (
 )
 
 PAID = (
-    "The cosine compares the upload with the gradient without a defence, at the audited batch size. ε is given only "
-    "for defences that clip the gradient of each sample and add noise. ε is valid only if batches are drawn at random "
+    "The cosine compares the upload with the undefended gradient, at the audited batch size. ε is given only for "
+    "defences that clip the gradient of each sample and add noise. ε is valid only if batches are drawn at random "
     "(Poisson sampling)."
 )
 

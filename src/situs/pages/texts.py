@@ -37,8 +37,8 @@ MARKS = (
 )
 
 REMEDIES = """
-These measures do not help: withholding the gradient of the word embedding (compare the rows with and without it), small
-batches, fixed or rotary positions, and secret labels.
+These measures do not help: withholding the gradient of the word embedding (compare the rows with and without this
+gradient), small batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
 at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise

@@ -136,8 +136,8 @@ class Verification(Result):
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
         control = (
-            f"Negative control: if one axis of one tensor is left unpermuted, the error is {self.control or 0:.1e}. It "
-            "must be above the tolerance."
+            f"Negative control: if one axis of one tensor is left unpermuted, the error is {self.control or 0:.1e}. "
+            "This error must be above the tolerance."
         )
         holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)
