@@ -24,7 +24,7 @@ def test_a_run_on_its_own_images(trained: Any, tmp_path: Path, capsys: pytest.Ca
     )
     printed = capsys.readouterr().out.rstrip().splitlines()
     assert printed[-1].startswith(str(tmp_path / "correlation.html"))
-    assert printed[-2].startswith("After the final norm, the features")
+    assert printed[-2].startswith("After the final norm, the mean correlation")
     numbers = json.loads((tmp_path / "correlation.json").read_text())
     assert numbers["images"] == 15
     assert list(numbers["depths"]) == ["embedding", "1", "2", "norm"]

@@ -215,7 +215,7 @@ def test_retrained_tensors_are_opened_and_said(model_folder, locked_vit, tmp_pat
     wanted["head.weight"], wanted["head.bias"] = torch.randn(7, 24), torch.zeros(7)  # a new classifier
     save_file(permute_state(wanted, manifest.groups, permutations_of(manifest, KEY)), trained / WHOLE)
     (trained / "optimizer.pt").write_bytes(b"moments")
-    with pytest.raises(SitusError, match="another model, or was altered"):
+    with pytest.raises(SitusError, match="so the file was altered or belongs to another model"):
         unlock(trained, KEY, tmp_path / "open")
     opened = unlock(trained, KEY, tmp_path / "open", retrained=True)
     got = load_file(opened.path / WHOLE)

@@ -204,7 +204,7 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
     for call in calls:
         with pytest.raises(SitusError, match=r"the embedding and the first block"):
             call()
-    with pytest.raises(SitusError, match="this file does not exist"):
+    with pytest.raises(SitusError, match="does not exist, but is needed"):
         unlock(locked.path, KEY, out, withheld=tmp_path / "nowhere")
     said = "altered" if seal else "does not contain the parts withheld"
     with pytest.raises(SitusError, match=said):

@@ -46,7 +46,7 @@ def test_one_class_for_everything_is_called_so() -> None:
     rows = ByClass.of(table)
     assert (rows.only, rows.majority, rows.balanced) == (2, 16 / 37, pytest.approx(1 / 6))
     text = rows.words(list("abcdef"))
-    assert "Always predicting 'c', the largest class, has a top-1 of 43.24 %" in text
+    assert "A model that always predicts 'c', the largest class, has a top-1 of 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
     assert "predicts one class, 'c', for all samples" in text
 
@@ -91,7 +91,10 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
             [[2, 2], [2, 30]],
             "model recognises 88.89 % of 36 images of 2 classes, but the samples are too few",
         ),
-        ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Always predicting 'dog', the"),
+        (
+            [[40, 4], [4, 60]],
+            "model recognises 92.59 % of 108 images of 2 classes. A model that always predicts 'dog',",
+        ),
     ],
 )
 def test_the_headline_of_an_accuracy_does_not_flatter(table: list[list[int]], first: str) -> None:

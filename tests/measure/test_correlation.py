@@ -118,8 +118,8 @@ def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said:
     depths = {"embedding": of_three(0.3, 0.1), "1": of_three(0.1, 0.1), "norm": of_three(place, image)}
     words = Correlations(depths).summary().sentence
     assert all(each in words for each in said)
-    assert ("most after the final norm: by 0.40" in words) == (place == 0.4)
-    assert ("most before the first block: by 0.30" in words) == (place < 0.4)
+    assert ("largest after the final norm: 0.40." in words) == (place == 0.4)
+    assert ("largest before the first block: 0.30." in words) == (place < 0.4)
 
 
 def test_a_row_for_every_depth() -> None:

@@ -110,9 +110,17 @@ def test_the_first_screen_has_the_last_value_that_a_run_is_judged_by(
 @pytest.mark.parametrize(
     ("top1", "largest", "said"),
     [
-        (0.5, 0.4, " Always predicting the largest class has a top-1 of 0.4."),
-        (0.4, 0.4, " Always predicting the largest class has a top-1 of 0.4. The run's top-1 is not higher."),
-        (0.3, 0.4, " Always predicting the largest class has a top-1 of 0.4. The run's top-1 is not higher."),
+        (0.5, 0.4, " A model that always predicts the largest class has a top-1 of 0.4."),
+        (
+            0.4,
+            0.4,
+            " A model that always predicts the largest class has a top-1 of 0.4. The run's top-1 is not higher.",
+        ),
+        (
+            0.3,
+            0.4,
+            " A model that always predicts the largest class has a top-1 of 0.4. The run's top-1 is not higher.",
+        ),
         (0.5, None, ""),
     ],
 )

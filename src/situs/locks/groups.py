@@ -44,7 +44,7 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     if member.outer * size * member.inner != stretch:
         raise SitusError(
             f"{member.tensor}: axis {member.axis} has {stretch} entries, but the key of its group permutes "
-            f"{member.outer * size * member.inner} ({member.outer} x {size} x {member.inner})"
+            f"{member.outer * size * member.inner} entries ({member.outer} x {size} x {member.inner})"
         )
     if size == length:
         return p

@@ -188,8 +188,8 @@ def _lock_folder(
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
             raise SitusError(
-                f"{folder}: contains {name}, a name that the lock needs. If the folder is not locked already, rename "
-                "this file"
+                f"{folder}: contains {name}, but this file name is reserved for locks. If the folder is not locked "
+                "already, rename the file"
             )
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
@@ -354,7 +354,8 @@ def _open(
                 header = shards.read_header(reader, name)
                 if codes.of("header", name, header.raw) != code:
                     raise SitusError(
-                        f"{folder}: {name} belongs to another model, or was altered: its header has changed"
+                        f"{folder}: the header of {name} has changed, so the file was altered or belongs to another "
+                        "model"
                     )
                 header = originals.get(name, header)
                 if writer is not None:
@@ -383,7 +384,7 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked. The file was altered, or belongs to another "
-            "model. Only after authorised training, open the model with the option retrained, which accepts changed "
+            "model. Use the option retrained only after authorised training, because this option accepts changed "
             "tensors without a check",
             field="retrained",
         )
@@ -462,10 +463,10 @@ def _check_layout(
 ) -> None:
     for name in sorted(manifest.keyed() - absent):
         if specs.get(name) != old[name]:
-            now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
+            now = "is missing" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
-                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}; "
-                "the key fits only the dtype and shape that were locked",
+                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}; the key fits "
+                "only the locked dtype and shape",
                 field="retrained",
             )
 
@@ -478,8 +479,8 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     original = originals.get(name)
     if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: {name} and the locked file have different tensors, so the withheld tensors cannot be added; "
-            "save all tensors of the model again, and open the new folder",
+            f"{folder}: {name} and the locked file have different tensors, so the withheld tensors cannot be added. "
+            "Save all tensors of the model again, and open the new folder",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}

@@ -97,7 +97,7 @@ class Manifest:
         for name, entry in self.tensors.items():
             _digits(f"the code of {name[:80]!r}", entry.code, CODE_DIGITS)
             if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
-                raise SitusError(f"{name[:80]!r} has no valid dtype and shape")
+                raise SitusError(f"{name[:80]!r} has an invalid dtype or shape")
         if self.layout != layout_of(self.specs()):
             raise SitusError("its layout hash does not match its tensors")
         _check_groups(self.groups, self.tensors)
@@ -216,7 +216,7 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
         raise SitusError(f"{path}: its HMAC is wrong, so the manifest was altered since the lock")
     if raw != _text(manifest).encode():
-        raise SitusError(f"{path}: its text is not the text that was written, so the file was altered since the lock")
+        raise SitusError(f"{path}: its text is not the text that the lock wrote, so the file was altered")
     return manifest
 
 

@@ -110,7 +110,7 @@ def open_second(
     withheld = manifest.withheld
     if withheld is None:
         if path is not None:
-            raise SitusError(f"{path}: nothing was withheld from {folder}", field="withheld")
+            raise SitusError(f"{path}: nothing was withheld from {folder}; leave this file out", field="withheld")
         yield None, None, {}
         return
     if path is None:
@@ -118,7 +118,7 @@ def open_second(
         raise SitusError(f"{folder}: {reason}", field="withheld")
     path = Path(path)
     if not path.is_file():
-        raise SitusError(f"{path}: this file does not exist, but opening {folder} needs it", field="withheld")
+        raise SitusError(f"{path}: does not exist, but is needed to open {folder}", field="withheld")
     with reading(path, NAME, manifest, key) as reader:
         header = read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:

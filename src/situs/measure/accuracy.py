@@ -33,7 +33,7 @@ samples in the largest class, and thus the top-1 of a model that always predicts
 not above this share, the model has learned nothing useful. Balanced accuracy is the mean of the accuracies of the
 classes, so that a small class counts as much as a large one. A model that always predicts one class has a balanced
 accuracy of 100 % divided by the number of classes. The 95 % interval is Wilson's confidence interval of top-1. Loss is
-the mean cross entropy. It is low if the model is right and sure, and high if the model is wrong and sure.
+the mean cross entropy. The loss is low if the model is right and sure, and high if the model is wrong and sure.
 """
 
 Classifier = Callable[..., Tensor]
@@ -353,9 +353,9 @@ class ByClass(NamedTuple):
         low, high = wilson(hits, count)
         largest = int(self.counts.argmax())
         text = (
-            f"Always predicting {classes[largest]!r}, the largest class, has a top-1 of {percent(self.majority, 2)}. "
-            f"The 95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy "
-            f"(the mean over the classes) is {percent(self.balanced, 2)}."
+            f"A model that always predicts {classes[largest]!r}, the largest class, has a top-1 of "
+            f"{percent(self.majority, 2)}. The 95 % interval of the measured top-1 is {percent(low)} to "
+            f"{percent(high)}. Balanced accuracy (the mean over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
             text += f" {verdict[0].upper()}{verdict[1:]}."
@@ -446,9 +446,9 @@ A sample can have any number of classes. For each class, the samples are ordered
 class. The average precision of the class is the area under the curve of precision against recall in this order. Average
 precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
 samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the share of
-labels that are predicted right, averaged over the classes. Compare it with the accuracy of always predicting the more
-frequent answer (present or absent) for each class. F1 is the harmonic mean of precision and recall at the threshold of
-one half. Unknown labels are left out of all numbers.
+labels that are predicted right, averaged over the classes. Compare this accuracy with the accuracy of a model that
+always gives the more frequent answer (present or absent) for each class. F1 is the harmonic mean of precision and
+recall at the threshold of one half. Unknown labels are left out of all numbers.
 """
 
 

@@ -98,11 +98,11 @@ class Attention(Result):
         local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
         locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
-            f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention that "
-            f"{'CLS' if shown.cls else 'the average patch'} pays to patches goes to the most attended tenth of the "
-            f"patches. Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
-            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is "
-            "local if its mean distance is less than half that of uniform attention)."
+            f"In layer {shown.layer + 1}, the most attended tenth of the patches receives "
+            f"{percent(shown.brightest_tenth, 0)} of the attention that {'CLS' if shown.cls else 'the average patch'} "
+            f"pays to patches. Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
+            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is local if "
+            "its mean distance is less than half the distance of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [

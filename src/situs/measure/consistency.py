@@ -43,7 +43,7 @@ Consistency is the share of samples whose answer stays the same, right or wrong.
 With the mask hidden, the model does not get the mask: each place keeps its position embedding, so the shuffled patches
 have wrong positions. The numbers then measure the effect of shuffling. With the mask known, the position embeddings
 inside the mask are removed. On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the
-effect of lost positions. The papers do not say which of the two they report.
+effect of lost positions. The papers do not say if their mask was hidden or known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 

@@ -44,9 +44,10 @@ LINES = {
 MEANING = """
 The numbers are Pearson correlations over the channels of two feature vectors. "1 sample": the two vectors are from one
 sample (mean over all samples). "2 samples": the two vectors are from different samples (mean over all pairs of samples;
-MP3's Figure 10 draws random pairs of samples instead). Near: neighbouring positions of one sample. Same position: the
-same position in two samples. Shared position: the correlation that a shared position adds, "same position" minus "2
-samples". Shared sample: the correlation that a shared sample adds, "1 sample" minus "2 samples".
+MP3's Figure 10 draws random pairs of samples instead). "Near": the positions are neighbours in one sample. "Same
+position": the two vectors are from the same position in two samples. "Shared position" is "same position" minus "2
+samples": the correlation that a shared position adds. "Shared sample" is "1 sample" minus "2 samples": the correlation
+that a shared sample adds.
 """
 HARDLY = 0.01
 """A smaller gain is called none."""
@@ -119,12 +120,11 @@ class Correlations(Result):
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)
         sentence = (
-            f"After the final norm, the features of two positions correlate by {last['within']:.2f} on average if they "
-            f"are from one sample, and by {last['across']:.2f} if they are from two samples. The features of one "
-            f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The features of the same "
-            f"position in two samples correlate by {last['across_same']:.2f}, {more} than the features of different "
-            f"positions. {finding}. A shared position increases the correlation most {where}: by "
-            f"{means[peak]['position']:.2f}."
+            f"After the final norm, the mean correlation of the features of two positions is {last['within']:.2f} "
+            f"within one sample, and {last['across']:.2f} across two samples. The features of one sample "
+            f"{'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. For the same position in two "
+            f"samples, the correlation is {last['across_same']:.2f}, {more} than for different positions. {finding}. "
+            f"The correlation that a shared position adds is largest {where}: {means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
@@ -156,7 +156,7 @@ class Correlations(Result):
                 "distance",
                 f"{after}. If the correlation across two samples falls with distance, the features depend on position. "
                 "The cause is the model or a layout that all samples share (for example sky at the top). If the "
-                "correlation falls faster within one sample than across two, neighbours have similar content.",
+                "correlation falls faster within one sample than across two samples, neighbours have similar content.",
                 "figures.curves",
                 (lines, "distance between the positions, patches", "mean Pearson correlation"),
             ),

@@ -51,9 +51,10 @@ class Ensemble(Result):
         name, best = max(self.alone.items(), key=lambda item: item[1].top1)
         gain, things = 100 * (self.together.top1 - best.top1), self.provenance.things
         text = (
-            f"Together the models classify {percent(self.together.top1, 2)} of the {things} right, "
-            f"{abs(gain):.2f} points {'above' if gain >= 0 else 'below'} the best single model ({name}, "
-            f"{percent(best.top1, 2)}). At least one model is right on {percent(self.any_right, 2)} of the {things}."
+            f"Together the models classify {percent(self.together.top1, 2)} of the {things} right. The best single "
+            f"model ({name}) classifies {percent(best.top1, 2)} right, {abs(gain):.2f} points "
+            f"{'less' if gain >= 0 else 'more'}. At least one model is right on {percent(self.any_right, 2)} of the "
+            f"{things}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -63,8 +64,8 @@ class Ensemble(Result):
         ]  # fmt: skip
         low, high = self.together.interval
         text += (
-            f" The 95 % interval of the ensemble's top-1 is {percent(low)} to {percent(high)}. Always predicting the "
-            f"largest class has a top-1 of {percent(self.together.majority, 2)}."
+            f" The 95 % interval of the ensemble's top-1 is {percent(low)} to {percent(high)}. A model that always "
+            f"predicts the largest class has a top-1 of {percent(self.together.majority, 2)}."
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
@@ -93,7 +94,7 @@ class Ensemble(Result):
         top1 |= {f"together ({self.average})": 100 * self.together.top1, "any model right": 100 * self.any_right}
         alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
         return [
-            Figure("top1", "Top-1 of each model and of the ensemble (together). The last bar is the share of samples "
+            Figure("top1", 'Top-1 of each model and of the ensemble ("together"). The last bar is the share of samples '
             "that at least one model classifies right.",
                    "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
             Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",

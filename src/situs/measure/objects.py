@@ -40,13 +40,13 @@ Average precision (AP) is computed as in COCO, in percent. The detections of a c
 right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
 Precision is averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of
 .5, .55, … .95 and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects
-have fewer than 32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections
-inside a crowd are ignored.
+have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best detections of an image count.
+Detections inside a crowd are ignored.
 
-F1 and the tables of confused classes compare single objects. For them, only detections with a score of {SURE} or more
-count. Each detection is matched to the object (of any class) whose mask overlaps most with the mask of the detection,
-if this overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class, divided by the
-number of objects plus the number of detections.
+F1 and the tables of confused classes compare single objects, using only detections with a score of {SURE} or more. Each
+detection is matched to the object (of any class) whose mask overlaps most with the mask of the detection, if this
+overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class, divided by the number of
+objects plus the number of detections.
 """
 PICTURES = 8
 """How many of the worst images the page shows."""
@@ -114,7 +114,10 @@ class Detections(Result):
             for what, scores in (("boxes", self.boxes), ("masks", self.masks))
         ]
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
-        f1 = f"F1 is {percent(self.answers.f1, 1)} (score of {SURE} or more; overlap of {OVERLAP} or more)."
+        f1 = (
+            f"F1 is {percent(self.answers.f1, 1)} (a detection counts at a score of {SURE} or more, and matches at an "
+            f"overlap of {OVERLAP} or more)."
+        )
         notes = (f1, *([f"The detections are in {self.saved}."] if self.saved else []))
         numbers = (points(self.boxes.ap, 1) or "–", "AP of boxes"), (points(self.masks.ap, 1) or "–", "AP of masks")
         return Summary(sentence, (table,), notes, numbers)

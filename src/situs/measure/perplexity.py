@@ -23,7 +23,7 @@ from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 MEANING = """
-The text is cut into blocks. The model predicts every word of a block, except the first, from the words before it. The
+The text is cut into blocks. In each block, the model predicts every word except the first from the preceding words. The
 perplexity is the exponential of the mean of -log p, where p is the model's probability of the true word. With another
 block length or another tokeniser, the same text has another perplexity.
 """

@@ -282,7 +282,7 @@ def _baseline(run: Run) -> str:
     if top1 is None or largest is None:
         return ""
     worth = " The run's top-1 is not higher." if top1 <= largest else ""
-    return f" Always predicting the largest class has a top-1 of {show(largest)}.{worth}"
+    return f" A model that always predicts the largest class has a top-1 of {show(largest)}.{worth}"
 
 
 def _ranked(runs: Sequence[Run]) -> str:

@@ -32,12 +32,12 @@ from situs.train.export import PARTS
 from situs.train.step import autocast
 
 MEANING = """
-The intersection over union (IoU) of a class compares two areas: the pixels that are of the class, and the pixels that
-are predicted as the class. IoU is the size of their intersection divided by the size of their union. An IoU of 100 %
-means that the two areas are equal. mIoU is the mean IoU of all classes that are present or predicted. Each IoU is
-computed once over the whole split, not for single images. Pixel accuracy is the share of pixels whose class is
-predicted right. Class accuracy is the mean of this share over the classes. Pixels without a class (void) are left out
-of all numbers. Predictions and masks are compared at the size of the masks.
+The intersection over union (IoU) of a class compares two areas: the pixels of the class, and the pixels predicted as
+the class. IoU is the size of their intersection divided by the size of their union. An IoU of 100 % means that the two
+areas are equal. mIoU is the mean IoU of all classes that are present or predicted. Each IoU is computed once over the
+whole split, not for single images. Pixel accuracy is the share of pixels whose class is predicted right. Class accuracy
+is the mean of this share over the classes. Pixels without a class (void) are left out of all numbers. Predictions and
+masks are compared at the size of the masks.
 """
 BARS, LISTED, CROSSED = 40, 20, 12
 """The most classes with a bar each; classes or pairs in a table; the most classes with a grid of all pairs."""

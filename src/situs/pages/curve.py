@@ -10,9 +10,8 @@ from situs.report.html import Page, Section
 
 READ = (
     "Each row shows a defence at one strength, and the attack that recovered most. All attacks know the defence and "
-    "its strength. If an attack was stopped or failed, this does not prove privacy; the row gives the reason. Exact "
-    "means a PSNR above 54.15 dB (a mean error of less than half of one grey level of 255), with every patch at its "
-    "position."
+    "its strength. A stopped or failed attack does not prove privacy; its row gives the reason. Exact means a PSNR "
+    "above 54.15 dB (a mean error of less than half of one grey level of 255), with every patch at its position."
 )
 
 

@@ -48,6 +48,6 @@ def add_words(page: Page) -> Page:
 
 def glossary_page() -> str:
     """The text of `docs/glossary.md`."""
-    intro = f'A page that Situs writes explains the terms of this list under "{TITLE}".'
+    intro = f'Pages that Situs writes explain their terms under "{TITLE}".'
     head = ["# Glossary", "", intro, "", "| term | meaning |", "|---|---|"]
     return "\n".join([*head, *(f"| {term.name} | {term.meaning} |" for term in terms()), ""])

@@ -41,7 +41,7 @@ from situs.results import Cell
 EXACTLY = (
     f"'Recovered exactly' means a PSNR of {EXACT:g} dB or more. The mean error is then less than half of one grey "
     f"level (of 255), which is invisible. {BEST_PSNR:g} dB means no error at all. If an image was recovered byte for "
-    "byte, the attacker knows that it is exact, because no other bytes fit the equations of the attack."
+    "byte, the attacker knows that the recovery is exact, because no other bytes fit the equations of the attack."
 )
 
 ALONE = "not defined for a single image."
@@ -49,14 +49,13 @@ ALONE = "not defined for a single image."
 GATE = (
     "The gate judges the most exposed image. Its verdict holds {scope}. An image counts as 'above' if one of four "
     "things is true. (a) Its recovery is better than a blind guess by more than {psnr:g} dB of PSNR or {ssim:g} of "
-    "SSIM. (This PSNR is the best over gain, offset, flips, shifts and reduction to two levels.) (b) More of its "
-    "patches are at their true position than chance explains. (c) The image is re-identified more often than by "
-    "chance. (d) It exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. (1) No "
-    "image is 'above', not even if the step uses the least likely labels. (2) The upload contains noise. (3) A "
+    "SSIM. (This is the best PSNR after changes of gain and offset, flips, shifts and a reduction to two levels.) (b) "
+    "More of its patches are at their true position than chance explains. (c) The image is re-identified more often "
+    "than by chance. (d) It exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. "
+    "(1) No image is 'above', not even if the step uses the least likely labels. (2) The upload contains noise. (3) A "
     "closed-form attack solved every image, and the errors of its equations are as large as noise and precision "
-    "predict. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases the "
-    "gate is inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate "
-    "pass."
+    "predict. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases the gate "
+    "is inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate pass."
 )
 
 ONLY = "and only against the attacks of this page. Other attacks may do better"
@@ -308,7 +307,7 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " A row with fewer images shows the mean over these images only." if fewer else ""
+    some = " If an attack has results for fewer images, its row shows the mean over these images only." if fewer else ""
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",
@@ -326,9 +325,9 @@ def _results(section: Section, audit: Audit) -> None:
         [*header[:2], *header[4:-2]],
         [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
-        "best, at any position. Order: the ratio of patches at their true position. Re-identified: "
+        "best, at any position. Order: the fraction of patches at their true position. Re-identified: "
         + (
-            f"the ratio of recovered images whose nearest original (of {count}) is the true one."
+            f"the fraction of recovered images whose nearest original (of {count}) is the true original."
             if count > 1
             else ALONE
         ),

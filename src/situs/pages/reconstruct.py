@@ -46,9 +46,9 @@ def page(result: Reconstruction) -> Page:
 
 
 _SCORES_CAPTION = (
-    "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
-    "true position. Positions left empty: the ratio of the shown patches' true positions at which the model placed "
-    "no patch."
+    "Right: the fraction of right predictions. Mean error: the mean distance between the predicted and the true "
+    "position. Positions left empty: the fraction of the shown patches' true positions at which the model placed no "
+    "patch."
 )
 
 _IN_TIME = (
@@ -61,13 +61,12 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
         'The model gets all patches in random order and without positions (the row "input" of the figure). A random '
-        "part of the "
-        "patches (ratio 1 − η) is the context, which is outlined in green. Only the context serves as "
-        "keys and values. Every patch, including the context, is then drawn at its predicted position."
+        "fraction 1 − η of the patches is the context, which is outlined in green. Only the context serves as keys and "
+        "values. Every patch, including the context, is then drawn at its predicted position."
     )
     drawn = one_image_figure(result.images[0], result.solved, result.seed)
     page.opening.figure(drawn, f"{_PLACED} Top: the context at its true positions.", name="one")
-    caption = f"{_PLACED} The number above an image is the ratio of right predictions."
+    caption = f"{_PLACED} The number above an image is the fraction of right predictions."
     page.section("More images").figure(placed_figure(result.images, result.solved), caption, name="placed")
     if result.mixes:
         section = page.section("Two images in one")
@@ -81,14 +80,14 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
 
 
 _PLACED = (
-    "Patches at the same predicted position are averaged. The model predicted no patch at hatched positions. Context "
+    "Patches at the same predicted position are averaged. The model placed no patch at hatched positions. Context "
     "patches have a green outline at their predicted positions."
 )
 
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"In pair {number}, the ratio of patches placed at their position in their own image is {shares}."
+    return f"In pair {number}, the fraction of patches at their true position (in their own image) is {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -96,9 +95,8 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         solved = {setting: puzzle for setting, puzzle in result.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
-            f"γ_pos = {dropped:g} is the ratio of the shown patches that have no position. The other shown "
-            "patches keep their position (outlined in green). The number above an image is the ratio of "
-            "right predictions."
+            f"γ_pos = {dropped:g} is the fraction of the shown patches that have no position. The other shown patches "
+            "keep their position (outlined in green). The number above an image is the fraction of right predictions."
         )
         (section if number else page.opening).figure(
             panels(
@@ -111,7 +109,7 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         section.figure(
             placed_figure(result.images, solved),
             "This figure shows the same puzzles with each patch at its predicted position. Patches at the same "
-            "position are averaged. The model predicted no patch at hatched positions.",
+            "position are averaged. The model placed no patch at hatched positions.",
             name=f"placed-{dropped:g}",
         )
 

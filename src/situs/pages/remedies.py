@@ -9,16 +9,16 @@ from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    "A setting passes the gate of an audit under five conditions. (1) The upload contains noise. (2) A closed-form "
+    "A setting passes the gate of an audit if five conditions hold. (1) The upload contains noise. (2) A closed-form "
     "attack that knows the defence solved every image. (3) The errors of the attack's equations are as large as the "
     "given noise and precision predict. (4) No recovered image exceeds the limit or is better than blind guesses "
     "(within the gate's margins). (5) The oracle (a bound that knows the image) also stays within the limit and the "
-    f"margins. The pass holds {SCOPE}. Inconclusive is not a pass."
+    f"margins. The pass holds {SCOPE}. An inconclusive gate is not a pass."
 )
 
 PAID = (
-    "The cosine compares the upload with the gradient without a defence, at the audited batch size. ε is given only "
-    "for defences that clip the gradient of each sample and add noise. ε is valid only if batches are drawn at random "
+    "The cosine compares the upload with the undefended gradient, at the audited batch size. ε is given only for "
+    "defences that clip the gradient of each sample and add noise. ε is valid only if batches are drawn at random "
     "(Poisson sampling)."
 )
 

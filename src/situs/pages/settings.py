@@ -91,9 +91,10 @@ def _tables(page: Page, comparison: Comparison) -> None:
     section.text(
         f"The table shows means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are "
         "distances, so low values show a leak. For the other metrics, high values show a leak. Best-match PSNR "
-        "compares each patch with the recovered patch that fits it best, at any position. Order: the ratio of patches "
-        "at their true position. Re-identified: the ratio of recovered images whose nearest original (of "
-        f"{len(comparison.names)}) is the true one. It is not defined for one image.{unmeasured(comparison.pairs)}"
+        "compares each patch with the recovered patch that fits it best, at any position. Order: the fraction of "
+        "patches at their true position. Re-identified: the fraction of recovered images whose nearest original (of "
+        f"{len(comparison.names)}) is the true original. Re-identification is not defined for one "
+        f"image.{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
     for name, setting in SETTINGS.items():

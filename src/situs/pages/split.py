@@ -182,7 +182,7 @@ def texts_page(audit: text.PromptAudit) -> Page:
         axis = "σ of the noise, in standard deviations of a state"
         drawn = figures.curves(curve, axis, "words right", y_limits=(0.0, 1.0))
         page.section("Noise").figure(
-            drawn, "Ratio of the words that the server reads, for each strength of the noise.", name="noise"
+            drawn, "Fraction of the words that the server reads, for each strength of the noise.", name="noise"
         )
     if audit.private:
         section = page.section("Texts").text(MARKS)

@@ -37,8 +37,8 @@ MARKS = (
 )
 
 REMEDIES = """
-These measures do not help: withholding the gradient of the word embedding (compare the rows with and without it), small
-batches, fixed or rotary positions, and secret labels.
+These measures do not help: withholding the gradient of the word embedding (compare the rows with and without this
+gradient), small batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
 at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise
@@ -80,10 +80,10 @@ def page(audit: TextAudit) -> Page:
     section = page.section("What was recovered")
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
-        "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked "
-        "among candidates: sentences that were recovered completely, or that the attacker can pick (with a "
-        "probability above 99 %) from candidates that differ in one word. A dash in the column of seconds "
-        "means that the row has the same result as the row above."
+        "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
+        "candidates: sentences that were recovered completely, and sentences that the attacker can pick with a "
+        "probability above 99 % from candidates that differ in one word. A dash in the column of seconds means that "
+        "the row has the same result as the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
@@ -96,10 +96,10 @@ def page(audit: TextAudit) -> Page:
 
 
 SYSTEMS = (
-    "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the "
-    "query, key and value weights in the first block. Tokens seen: the rank of the gradients of the weights that "
-    "follow the first attention. There, the same word in two contexts counts twice. Candidates: the pairs of a word "
-    "and a position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
+    "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the query, "
+    "key and value weights in the first block. Tokens seen: the rank of the gradients of the weights that follow the "
+    "first attention. In this rank, the same word in two contexts counts twice. Candidates: the pairs of a word and a "
+    "position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
     "sentences that fit the gradients of the second block."
 )
 

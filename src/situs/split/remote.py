@@ -80,7 +80,9 @@ class Remote(Entrance):
     ) -> Tensor:  # fmt: skip
         """Tokens through the server's blocks, hidden by the veil: in evaluation, in training, or pipelined."""
         if taps or not whole:
-            raise SitusError(f"{backbone.name}: its blocks are on a server, which returns only the last block's output")
+            raise SitusError(
+                f"{backbone.name}: its blocks are on a server, so only the output of the last block is available"
+            )
         client, training = self.client, torch.is_grad_enabled() and backbone.training
         if training and client.landing is not None:
             return _landed(client, client.landing)

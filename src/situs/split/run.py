@@ -273,8 +273,8 @@ class _Training:
             state |= keyed(method.backbone, state, key, hiding)
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
-                f"init={self.config.init}: the server's blocks come from other weights; start both sides from the "
-                f"same weights (with permuted channels, start the server from the locked folder)",
+                f"init={self.config.init}: the server's blocks come from other weights; start both sides from the same "
+                "weights. If channels are permuted, start the server from the locked folder",
                 field="init",
             )
 

@@ -60,7 +60,9 @@ def served_method(config: RunConfig, say: Callable[[str], None] = lambda _: None
         missing = sorted(names & {f"model.{name}" for name in absent})
         if missing:
             raise SitusError(
-                f"{config.init}: the lock withholds {missing[0]}, so the server lacks a block", field="init"
+                f"{config.init}: the lock withholds {missing[0]}, so the server lacks a block; use a lock that does "
+                "not withhold this tensor",
+                field="init",
             )
         state = locked.state_dict()
         wrong = [name for name in names if name not in state or state[name].shape != backbone.state_dict()[name].shape]

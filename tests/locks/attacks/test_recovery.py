@@ -223,7 +223,7 @@ def test_another_architecture_is_refused() -> None:
     with pytest.raises(SitusError, match=f"{name}.*different architectures"):
         match_keys(state, other, groups)
     del other[name]
-    with pytest.raises(SitusError, match=f"{name}.*the base has no such tensor"):
+    with pytest.raises(SitusError, match=f"{name}.*is missing from the base"):
         match_keys(state, other, groups)
 
 
@@ -339,7 +339,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 
 OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
-UNJUDGED = "Not judged, because the true key was not given: x"
+UNJUDGED = "The true key was not given, so this audit does not judge: x"
 NO_PASS = "No strength can be given, so the audit is inconclusive (not a pass)."
 
 

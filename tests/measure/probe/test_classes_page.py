@@ -44,7 +44,7 @@ def test_classes_of_two_models_stand_side_by_side(pool: str, words: str) -> None
     fields = {"a": [pool], "b": [pool]}
     found = ClassProbes(*made("ab", ClassProbe, fields), classes=("x", "y"))
     said = found.summary()
-    assert said.sentence.startswith(f"With a, a linear classifier on {words} recognises 75.00 % of 12 images. Always")
+    assert said.sentence.startswith(f"With a, a linear classifier on {words} recognises 75.00 % of 12 images. A model")
     assert said.sentence.endswith(" With b the top-1 is 75.00 %.")
     assert [list(row) for row in said.tables[0].rows] == [
         ["a", pool, "75.00", "75.00", "66.67", 0.5, 12, 20, "0.1"],
@@ -65,9 +65,8 @@ def test_places_of_two_models_stand_side_by_side() -> None:
     found = PositionProbes(*made("ab", PositionProbe, fields), grid=(1, 2))
     said = found.summary()
     assert said.sentence == (
-        "A linear classifier predicts the right position for 75.00 % of the patches without a position (chance 50.00 "
-        "%), with a mean error of 1.50 patches. With b, 75.00 % of the positions are predicted right, and the mean "
-        "error is 0.75 patches."
+        "A linear classifier predicts the right position for 75.00 % of the patches that lost their position (chance "
+        "50.00 %), with a mean error of 1.50 patches. For b, this share is 75.00 %, and the mean error is 0.75 patches."
     )
     assert [list(row) for row in said.tables[0].rows] == [
         ["a", "75.00", 1.5, 2.0, 12, 20],

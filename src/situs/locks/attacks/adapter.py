@@ -107,7 +107,7 @@ def recover_with_labels(
     if len(residual) != 1:
         raise SitusError(
             "the attacker `labels` needs a lock with one key for the residual channels, but this lock has "
-            f"{len(residual)}"
+            f"{len(residual)} such keys"
         )
     before = accuracy_of(backbone, test)
     began = time.perf_counter()

@@ -231,15 +231,15 @@ MEANING = """
 Bits left is the log2 of the number of keys that the attacker must still try. It is at most 256, the length of the key
 in bits. We assume that the attacker knows which channels are wrong. It must then try the possible orders of these
 channels. If most channels are right, fewer tries are enough: the attacker swaps pairs of wrong channels one by one.
-Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if, on the test set, the
-unlocked model is better than the locked model by more than two standard errors. A search without the true key maximises
-the score J. J measures how well the correlations between the channels of the locked part agree with those of the
-unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units,
+Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if the unlocked model is
+better than the locked model on the test set, by more than two standard errors. The attacker `images` searches without
+the true key for the highest score J. J measures how well the correlations between the channels of the locked part agree
+with those of the unlocked part. A failed search has a low J, like searches from random starts. Inner groups (MLP units,
 heads and their channels) are not counted, because permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
-    True: "These attackers open the lock. The lock protects the model only against attackers who know less than these.",
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
     False: "A better attack may exist, so the strength may be lower. A lock is obfuscation, not encryption.",
 }
 """Whether no bit is left -> what the strength means."""
@@ -349,7 +349,7 @@ class LockAudit(Result):
                 _MEANS[strength == 0],
             ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-            sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
+            sentences.append(f"The true key was not given, so this audit does not judge: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
         sentences += [
             f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."
@@ -563,8 +563,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed (encrypted), and the attacks need the locked weights inside; give the owner's key. "
-            "The audit assumes that the attacker runs the model and thus has these weights",
+            f"{locked}: is sealed (encrypted), but the attacks need its locked weights; give the owner's key to "
+            "decrypt them. The audit assumes that the attacker runs the model and thus has these weights",
             field="key",
         )
     with readable(locked, manifest, key) as folder:
@@ -600,7 +600,9 @@ def _labelled(
     if data is None:
         return None, None
     if absent:
-        raise SitusError(f"data={data}: parts of the model are withheld, so it cannot be run", field="data")
+        raise SitusError(
+            f"data={data}: parts of the model are withheld, so the model cannot be run; leave data out", field="data"
+        )
     model, sets = open_model(str(folder), device=device), []
     for split, count in (("train", config.k), ("val", config.test)):
         loader = load_any(model, data, split=split, count=count, text=config.text)

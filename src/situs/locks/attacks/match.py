@@ -135,7 +135,7 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
             for what, state in (("the locked model", locked), ("the base", base)):
                 if member.tensor not in state:
                     raise SitusError(
-                        f"{member.tensor}: {what} has no such tensor, so the locked model and the base are different "
+                        f"{member.tensor}: is missing from {what}, so the locked model and the base are different "
                         "models",
                         field="base",
                     )

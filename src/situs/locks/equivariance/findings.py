@@ -54,10 +54,9 @@ COVER = (
 MEANING = """
 Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key permutes the channels
 and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
-and over optimiser steps, once with and once without the permutation. The two results must agree. The numbers are the
-largest relative differences between them. "Needs keyed weights" means that the law holds only if the key has permuted
-the weights. "Refused" means that the law does not hold or could not be tested; the reason is
-given.
+and over optimiser steps, once with and once without the permutation. The two results must agree. The numbers are their
+largest relative differences. "Needs keyed weights" means that the law holds only if the key has permuted the weights.
+"Refused" means that the law does not hold or could not be tested; the reason is given.
 """
 
 
@@ -137,8 +136,8 @@ class Verification(Result):
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
         control = (
-            f"Negative control: if one axis of one tensor is left unpermuted, the error is {self.control or 0:.1e}. It "
-            "must be above the tolerance."
+            f"Negative control: if one axis of one tensor is left unpermuted, the error is {self.control or 0:.1e}. "
+            "This error must be above the tolerance."
         )
         holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)

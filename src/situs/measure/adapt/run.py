@@ -323,7 +323,7 @@ class Search:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
             remarks.append(
-                f"{why} before these recipes were finished: {missing}. The recipe was chosen among the finished ones."
+                f"{why} before these recipes were finished: {missing}. The choice was made among the finished recipes."
             )
             self.say(f"{remarks[-1]} Press Ctrl-C again to end without a model.")
         return remarks

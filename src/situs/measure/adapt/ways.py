@@ -131,12 +131,12 @@ START = "class means on the features of the given weights"
 
 ADAPT = """
 A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
-split: it is fitted to all folds but one, and classifies the images of the remaining fold. A recipe that trains the
-model may have been tested on fewer folds. It is then compared with other recipes only on the images of these folds. The
-simplest recipe comes first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard
-error (±) of the difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a
-head cannot represent kNN. Each trained recipe uses the number of updates that gave the best result on the folds. The
-chosen recipe was then fitted to all labels. The test split was not used for these decisions.
+split: it was fitted to all folds except one, and classified the images of the remaining fold. If a recipe that trains
+the model was tested on fewer folds, it is compared with other recipes only on the images of these folds. The simplest
+recipe comes first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard error (±)
+of the difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a head
+cannot represent kNN. Each recipe that trains the model uses the number of updates that gave the best result on the
+folds. The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
 """
 
 

@@ -32,17 +32,17 @@ POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 GRID = """
-The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of the visible patches has no position. These
-patches all get the same learned vector instead of a position. The run's position head predicts which of the N positions
-each of these patches came from. The numbers are the top-1 accuracy over these patches.
+The encoder sees a fraction 1 − γ of the patches of a sample. A fraction γ_pos of the visible patches has no position.
+These patches all get the same learned vector instead of a position. The run's position head predicts which of the N
+positions each of these patches came from. The numbers are the top-1 accuracy over these patches.
 
 With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. A cell is one
 pair of γ and γ_pos. The mean gives all cells the same weight, as in the paper.
 """
 CURVE = """
-No patch has a position. A share η of the patches are only queries: they attend to the other patches, but no patch
+No patch has a position. A fraction η of the patches are only queries: they attend to the other patches, but no patch
 attends to them. The other patches are the context. For every patch, including the context, the run's position head
-predicts which of the N positions it came from. The weights are the same at every η; only the evaluation changes.
+predicts which of the N positions the patch came from. The weights are the same at every η; only the evaluation changes.
 """
 
 TOP = 5
@@ -98,7 +98,7 @@ class PositionGrid(Result):
         cells = f"the {len(measured)} cells" if len(measured) == whole else f"{len(measured)} of {whole} cells"
         sentence = (
             f"The mean position accuracy over {cells} is {percent(self.mean, 2)}, {self.mean / chance:.1f} times "
-            f"chance ({percent(chance, 2)}). The accuracy of a cell is between {worst} and {best}."
+            f"chance ({percent(chance, 2)}). The accuracies of the cells are between {worst} and {best}."
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
@@ -165,8 +165,8 @@ class PositionCurve(Result):
         eta = min(self.accuracy, key=lambda ratio: abs(ratio - self.trained))
         accuracy, chance = self.accuracy[eta], 1 / self.places
         sentence = (
-            f"At η = {eta:g} (trained at {self.trained:g}) the position of {percent(accuracy, 2)} of all patches is "
-            f"predicted right, {accuracy / chance:.1f} times chance ({percent(chance, 2)})."
+            f"At η = {eta:g}, the model predicts the position of {percent(accuracy, 2)} of all patches right, "
+            f"{accuracy / chance:.1f} times chance ({percent(chance, 2)}). The training used η = {self.trained:g}."
         )
         near = self.top5
         rows = [[f"{ratio:g}", points(right), points(near.get(ratio))] for ratio, right in self.accuracy.items()]

@@ -283,8 +283,8 @@ and tested on the other half. One reader is a ridge regression that predicts row
 linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
 With the patches shuffled, a reader can use only the positions that the model adds. A linear reader gives a lower bound:
 another reader, or more samples, may find more. A further regression reads the position embeddings themselves. It is
-fitted on some positions, and tested on the others. The readers of the features were fitted on every position, but on
-other samples.
+fitted on some positions, and tested on the others. The readers of the features are fitted on all positions, and tested
+on other samples.
 
 Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
 distance between the vectors that the classifier reads before and after the shuffle. With the mask hidden, the model
@@ -487,8 +487,8 @@ def _features(audit: PositionAudit) -> str:
         else "reveal no position to a linear reader"
     )
     return (
-        f"Its features {how}. A linear reader finds the exact position of {percent(first.right, 0)} of the patches "
-        f"before the blocks, and of {percent(last.right, 0)} after the final norm (chance: "
+        f"Its features {how}. The share of patches whose exact position a linear reader finds is "
+        f"{percent(first.right, 0)} before the blocks, and {percent(last.right, 0)} after the final norm (chance: "
         f"{percent(last.blind_right)}). The mean error after the final norm is {last.error:.2f} patches (blind guess: "
         f"{last.blind_error:.2f})."
     )
@@ -591,8 +591,8 @@ def _law_table(audit: PositionAudit) -> Table:
     first = audit.probed.readings[OWN][0]
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
-            "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. "
-            f"A server that has the client's embedding and {audit.probed.fitted} other samples can fit a linear "
-            f"reader, which predicts the position of {percent(first.right, 0)} of the tokens that the client sends."
+            "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. A "
+            f"server that has the client's embedding and {audit.probed.fitted} other samples can fit a linear reader. "
+            f"This reader predicts the exact position of {percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)

@@ -47,11 +47,10 @@ If few principal components explain most of the variance, the table encodes litt
 components are needed, the table encodes more than the grid, or noise. A table is informative only if positions can be
 predicted from it.
 
-This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
-The regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D
-is the mean of the errors of row and column. We assume that Table 8 of the paper uses the same units. The reason: on a
-grid of 14 × 14, the 1-D error of a prediction is 10 to 14 times its 2-D error, and the paper's numbers have this ratio
-too.
+This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds. The
+regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D is
+the mean of the errors of row and column. We assume that Table 8 of MJP's paper uses the same units. The reason: on a
+grid of 14 × 14, the 1-D error is 10 to 14 times the 2-D error, also in the paper.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -408,11 +407,11 @@ def _check_rows(name: str, table: PositionTable) -> None:
         raise SitusError(f"{name}: its {table.kind} contains NaN or infinite numbers")
     if not table.rows.any():
         raise SitusError(
-            f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (if a method does not use the "
-            "table, an export erases it)"
+            f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (an export erases tables that the "
+            "method does not use)"
         )
     if not (table.rows - table.rows[0]).any():
-        raise SitusError(f"{name}: all positions have the same vector in its {table.kind}, so nothing can be read")
+        raise SitusError(f"{name}: its {table.kind} has the same vector for all positions, so no position can be read")
 
 
 # --- what they hold -------------------------------------------------------------------------------------------------

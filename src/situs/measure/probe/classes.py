@@ -269,13 +269,13 @@ class PositionProbes(Probes[PositionProbe]):
         first, last = probes[0], probes[-1]
         sentence = (
             f"A linear classifier predicts the right position for {percent(first.score.accuracy, 2)} of the patches "
-            f"without a position (chance {percent(1 / len(first.score.answers), 2)}), with a mean error of "
+            f"that lost their position (chance {percent(1 / len(first.score.answers), 2)}), with a mean error of "
             f"{first.distance:.2f} patches."
         )
         if len(probes) > 1:
             sentence += (
-                f" With {names[-1]}, {percent(last.score.accuracy, 2)} of the positions are predicted right, and the "
-                f"mean error is {last.distance:.2f} patches."
+                f" For {names[-1]}, this share is {percent(last.score.accuracy, 2)}, and the mean error is "
+                f"{last.distance:.2f} patches."
             )
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]

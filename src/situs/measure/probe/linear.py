@@ -309,7 +309,8 @@ def head_of(backbone: Backbone, classes: int) -> nn.Linear:
     ]
     if len(heads) != 1 or heads[0].bias is None:
         raise SitusError(
-            f"{backbone.name}: does not have exactly one linear classifier (with a bias) to initialise", field="source"
+            f"{backbone.name}: must have exactly one linear classifier, with a bias, to initialise it from a probe",
+            field="source",
         )
     return heads[0]
 

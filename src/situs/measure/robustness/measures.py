@@ -33,9 +33,9 @@ quarter to a third, so do not compare the two numbers.
 
 MADE_HERE = (
     "Situs made these images with the published strengths, from clean images as the model sees them (cropped and "
-    "resized). They differ from the published files: the noise is different, frost is drawn instead of photographed, "
-    "and the images are not saved as JPEG with quality 85. Compare these numbers with those of other models that were "
-    "measured with Situs, not with published numbers."
+    "resized). The corrupted images differ from the published files: the noise is different, frost is drawn instead of "
+    "photographed, and the images are not saved as JPEG with quality 85. Compare these numbers with those of other "
+    "models that were measured with Situs, not with published numbers."
 )
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
@@ -61,7 +61,10 @@ def score(cells: Cells) -> CorruptionScores:
         raise SitusError("there are no corruptions to average over", field="corruptions")
     levels = {tuple(sorted(row)) for row in cells.values()}
     if len(levels) > 1:
-        raise SitusError("corruptions measured at different severities have no common mean", field="severities")
+        raise SitusError(
+            "the corruptions have different severities, so they have no common mean; use the same severities for all",
+            field="severities",
+        )
     errors = {name: 1.0 - mean(cell.top1 for cell in row.values()) for name, row in cells.items()}
     return CorruptionScores(errors, mean(errors.values()), normalised_mce(errors) if levels == {SEVERITIES} else None)
 
@@ -229,8 +232,8 @@ class Robustness(Result):
         caption = f"The first image of each folder of {self.published}."
         if self.published is None:
             caption = (
-                f"The first image of the set with each corruption, as the model saw it. {MADE_HERE} Strengths: "
-                f"{describe(self.side)}."
+                f"Each row shows the first image of the set with one corruption, as the model saw it. {MADE_HERE} "
+                f"Strengths: {describe(self.side)}."
             )
         rows = list(zip(names, self.pictures, strict=True))
         title = "Examples of the corruptions"
