@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
 def test_a_module_wrapped_by_hand_is_refused(tmp_path: Path) -> None:
     method = make("table")
     bare = Supervised(create_backbone(method.backbone.model), SupervisedConfig())
-    with pytest.raises(SitusError, match="whose constructor Situs does not know"):
+    with pytest.raises(SitusError, match="does not know the constructor of the wrapped module"):
         write_export(bare, tmp_path / "x", ModelProvenance("supervised"))
     assert list(tmp_path.iterdir()) == []
 

@@ -388,5 +388,5 @@ def model_in_memory(address: str | Path) -> Model | None:
         return None
     if address not in _known:
         name = address.removeprefix(PREFIX).rpartition("-")[0]
-        raise SitusError(f"{name}: the model in memory no longer exists; pass it again", field="init")
+        raise SitusError(f"{name}: the model in memory no longer exists; pass the model again", field="init")
     return _known[address]

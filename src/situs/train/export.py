@@ -124,8 +124,8 @@ def write_export(
     library = method.backbone.source.get("library")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{method.backbone.name} cannot be exported, because it wraps a module whose constructor Situs does not "
-            "know; create the model with create_backbone(name, …)"
+            f"{method.backbone.name} cannot be exported, because Situs does not know the constructor of the wrapped "
+            "module; create the model with create_backbone(name, …)"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
     notes, has_positions = _erase_unused_positions(backbone, method, sentences=provenance.prepared.modality.ids)
@@ -186,10 +186,10 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         )
     if remaining:
         notes.append(
-            f"The model was trained without positions. But its {' and '.join(map(_WORDS.__getitem__, remaining))} is "
-            "not a weight that could be set to zero, so the forward pass of the library (timm or transformers) still "
-            "applies it. Therefore that forward pass does not give the trained features. Use situs features to get "
-            "the trained features."
+            "The model was trained without positions. But the forward pass of the library (timm or transformers) still "
+            f"applies the {' and '.join(map(_WORDS.__getitem__, remaining))}, which Situs cannot set to zero. "
+            "Therefore the library's forward pass does not give the trained features. Use situs features to get the "
+            "trained features."
         )
     return notes, bool(remaining)
 

@@ -343,8 +343,9 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "How much accuracy the defence costs was not measured. The cosine compares the upload with the gradient "
-    "without a defence, but only for one step. To measure the accuracy, train a model with the setting."
+    "How much accuracy the defence costs was not measured. For one step only, the cosine compares the "
+    "upload with the gradient that is computed without a defence. To measure the accuracy, train a model with the "
+    "setting."
 )
 
 
