@@ -503,8 +503,8 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
         raise SitusError(
-            f"{name}: has another architecture than the model, so the weights cannot be compared; give a public model "
-            "of the same architecture",
+            f"{name}: has a different architecture, so the weights of the two models cannot be compared; give a public "
+            "model of the same architecture",
             field="like",
         )
     changes, most, place = list[float](), 0.0, ""
