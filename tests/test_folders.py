@@ -170,7 +170,7 @@ def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: P
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((SIDE, SIDE, 3), 7, np.uint8)).save(tmp_path / name / "x.png")
-    said = "each class has only one image, so none can be held out; held_out=0 trains on all images"
+    said = "each class has only one image, so no image can be held out; held_out=0 trains on all images"
     with pytest.raises(SitusError, match=said):
         open_source(tmp_path, "val", held_out=0.2)
 

@@ -389,7 +389,7 @@ def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind
         return finetune_config(config, source, positions)
     if config.init is None:
         raise SitusError(
-            "the initial weights are missing; give a pretrained model, or a weight file and the name of its model, "
+            "the initial weights are missing; give a pretrained model, a weight file with the name of its model, "
             "or a run to resume",
             field=("source", "init", "backbone.name", "resume"),
         )
@@ -406,8 +406,8 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
     labelled = bool(METHODS[config.method_name].needs_targets)
     if not labelled or config.init is None:  # a fine-tuning always starts from weights
         raise SitusError(
-            f"{run}: is a pretraining run (method {config.method_name}), not a fine-tuning; resume the "
-            "run with pretrain, or start a new fine-tuning from the run",
+            f"{run}: is a pretraining run (method {config.method_name}), not a fine-tuning run; use "
+            "pretrain to resume this run, or start a new fine-tuning run from this run",
             field=("resume", "source", "out"),
         )
     for field, value in fixed.items():
@@ -423,7 +423,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
 
     if withheld is not None and not is_locked(source):
         raise SitusError(
-            f"{source}: is not locked, so none of its parts was withheld; do not set withheld", field="withheld"
+            f"{source}: is not locked, so no part of the model was withheld; do not set withheld", field="withheld"
         )
     if key is None:
         return None

@@ -100,7 +100,7 @@ class Choice:
             if self.options[name].Config is type(config):
                 return name
         raise SitusError(
-            f"{type(config).__name__}: is not a config that is known here; give the config of one of "
+            f"{type(config).__name__}: is not a config that is accepted here; give the config of one of these: "
             f"{', '.join(self.options)}"
         )
 

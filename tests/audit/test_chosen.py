@@ -228,7 +228,7 @@ def test_the_table_has_the_public_models_values_and_a_note_on_the_distance() -> 
     assert one.summary().numbers[0][0] == "12.3" and said().score == 0.0
     assert one.figures()[0].values[0] == {"parallel neurons": (10.0, "bad"), "equal answers": (0.5, "")}
     notes = [said(like="theirs", distance=far).summary().notes[-1] for far in (0.0, 0.69, 0.7)]
-    assert "equal to those of theirs, bit for bit" in notes[0]
+    assert "equal to the matrices of theirs, bit for bit" in notes[0]
     assert "0.69 times their size" in notes[1] and "Fine-tuning can also cause" in notes[1]
     assert "0.7 times their size" in notes[2] and "The models are therefore unrelated" in notes[2]
     [plain] = said(0.5).summary().tables

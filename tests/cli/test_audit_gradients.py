@@ -77,7 +77,10 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
         assert main([*words, *wrong]) == 2 and replaced not in capsys.readouterr().err
     (out / "study.toml").touch()
     assert main([*words, "--settings", "a"]) == 2
-    assert "must not be the folder of a study, which has its own settings.json (--out)" in capsys.readouterr().err
+    assert (
+        "is the folder of a study, and a study has its own settings.json; choose another folder (--out)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

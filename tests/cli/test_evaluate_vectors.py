@@ -58,7 +58,10 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
         ([], "MODEL…: must be given"),
         (RELPOS, "biases between pairs of tokens, so no position has a vector; `situs evaluate attention`"),
         (["test_resnet", "--weights", "random"], "it is a convolutional network and has no tokens"),
-        (["vit_tiny_patch16_224"], "is neither a run nor an export; if it is a timm name, also give weights"),
+        (
+            ["vit_tiny_patch16_224"],
+            "is neither a run nor an export; for the timm model of this name, also give weights",
+        ),
         (["runs/gone"], "situs: runs/gone: no such run, export or file (MODEL…)\n"),
         (["vit_tiny_patch16_224=random", "--folds", "1"], "folds=1: "),
     ],

@@ -130,7 +130,14 @@ def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsy
     assert main(["keygen", "--out", str(tmp_path / "other.key")]) == 0
     out = str(tmp_path / "open")
     cases = {
-        "if it is a timm name, also give weights": ["lock", "vit_tiny_patch16_224", "--key", str(key), "--out", out],
+        "for the timm model of this name, also give weights": [
+            "lock",
+            "vit_tiny_patch16_224",
+            "--key",
+            str(key),
+            "--out",
+            out,
+        ],
         "locked already": ["lock", locked, "--key", str(key), "--out", out],
         "exists already": ["unlock", locked, "--key", str(key), "--out", locked],
         "was locked with the key": ["unlock", locked, "--key", str(tmp_path / "other.key"), "--out", out],

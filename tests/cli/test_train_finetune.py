@@ -110,7 +110,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "the initial weights are missing; give a pretrained model, or a weight file and the name of its model, or a "
+        "the initial weights are missing; give a pretrained model, a weight file with the name of its model, or a "
         "run to resume (--from, --init, --backbone, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
@@ -122,8 +122,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a pretraining run (method mp3), not a fine-tuning; resume the run with pretrain, "
-        "or start a new fine-tuning from the run (--resume, --from, --out)"
+        f"{trained.mp3}: is a pretraining run (method mp3), not a fine-tuning run; use pretrain to resume this run, "
+        "or start a new fine-tuning run from this run (--resume, --from, --out)"
     )
     assert "is a pretraining run (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     none = tmp_path / "none"
@@ -136,8 +136,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val'; it has no splits, so 'train' means all samples; hold out a "
-        "ratio of the data (such as 0.1), or choose another split; to train without validation, set validate_every=0 "
-        "(--data.held-out, --data.split, --validate-every)"
+        "fraction of the data (such as 0.1), or choose another split; to train without validation, set "
+        "validate_every=0 (--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
     assert refused(flat, capsys).startswith(

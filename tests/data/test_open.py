@@ -182,7 +182,7 @@ def test_the_embedded_samples():
             lambda p: write(p / "f/a.png", png()),
             "f",
             "val",
-            r"it has no splits, so 'train' means all samples; hold out a ratio of the data .*or choose another split",
+            r"it has no splits, so 'train' means all samples; hold out a fraction of the data .*choose another split",
         ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test'; it has only train"),
         (lambda p: write(p / "f/a.png", png()), "f", "holdout", r"split='holdout': must be one of train, val, test"),

@@ -75,7 +75,7 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=0: must be in \(0, 1\)"):
         MAEConfig(mask_ratio=0)
     with pytest.raises(
-        SitusError, match=r"mask_ratio=0\.1: of 6 patches, at least one must be hidden and at least one visible"
+        SitusError, match=r"mask_ratio=0\.1: out of 6 patches, at least one patch must be hidden, and at least one"
     ):
         make(mask_ratio=0.1)
     with pytest.raises(SitusError, match="decoder_width=30: must be a multiple of decoder_heads=4"):

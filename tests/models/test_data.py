@@ -151,7 +151,7 @@ def test_ranks_share_a_batch_and_each_has_a_sample(
     assert sorted(number for part in parts for number in part) == [*range(40)]
     assert load_set(subject, flat, held_out=0.0, batch=batch).global_batch == batch  # which all of them have
     if world > 1:
-        with pytest.raises(SitusError, match=f"has only 1 image, too few for {world} ranks"):
+        with pytest.raises(SitusError, match=f"has only 1 image, but {world} ranks need at least {world}"):
             load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=1)
         assert len(load_set(subject, flat, held_out=0.0, batch=batch, shared=True, count=world).source) == world
 

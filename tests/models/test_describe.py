@@ -72,7 +72,10 @@ def test_what_cannot_be_built_over_one_patch_says_why() -> None:
     assert {name for name, each in verdicts.items() if not each.holds} == {
         *("droppos", "droppos-official", "language", "mae", "mjp-official", "part")
     }
-    assert verdicts["mae"].reason == "mask_ratio=0.75: of 1 patch, at least one must be hidden and at least one visible"
+    reason = (
+        "mask_ratio=0.75: out of 1 patch, at least one patch must be hidden, and at least one patch must stay visible"
+    )
+    assert verdicts["mae"].reason == reason
     assert verdicts["droppos"].reason.startswith("position_mask_ratio=0.75: is too small")
 
 

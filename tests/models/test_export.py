@@ -84,7 +84,7 @@ def test_a_folder_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         return found._replace(logits=found.logits + 0.01 * found.logits.abs().max())
 
     monkeypatch.setattr(export, "run_reloaded", bent)
-    with pytest.raises(SitusError, match=r"differ from the model.s by 1\.0e-02"):
+    with pytest.raises(SitusError, match=r"differ from the outputs of the model by 1\.0e-02"):
         export_model("run", tmp_path / "y")
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
     with pytest.raises(SitusError, match="so nothing was written"):
@@ -111,7 +111,9 @@ def test_a_difference_counts_beside_the_largest_output_however_small_that_is(
     assert expected is not None and expected.logits is not None
     share = 0.01 * float(expected.logits[:, 0].abs().max() / expected.logits.abs().max())
     monkeypatch.setattr(export, "run_reloaded", bent)
-    with pytest.raises(SitusError, match=rf"differ from the model.s by {share:.1e} \(relative to the largest value"):
+    with pytest.raises(
+        SitusError, match=rf"differ from the outputs of the model by {share:.1e} \(relative to the largest value"
+    ):
         export_model("run", tmp_path / "y")
 
 

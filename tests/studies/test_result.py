@@ -229,7 +229,7 @@ def test_what_a_figure_draws_and_its_table_holds(paper: bool) -> None:
     series = {"l, paper": ([1.0, 4.0], [3.0, 5.0]), **series}
     assert drawn.values == (series if paper else {"l": ([1.0, 2.0], [2.5, 4.0]), "m": ([7.0], [9.0])}, "epochs", "loss")
     assert drawn.options == {"title": "Figure", "x_scale": "log"} and drawn.name == "curves"
-    assert drawn.caption == "Loss over epochs. The paper's numbers were read from its figure (± 0.5)."
+    assert drawn.caption == "Loss over epochs. The paper's numbers were read from the paper's figure (± 0.5)."
     (table,) = found.summary().tables
     rows = [["l", "1", "3.0", "2.5 ± 0.7", "-0.5"], ["l", "2", "–", "4.0", "–"], ["l", "4", "5.0", "–", "–"]]
     assert [list(row) for row in table.rows] == (rows if paper else [[*row[:2], row[3]] for row in rows])

@@ -197,7 +197,7 @@ def test_rotation_cannot_be_taken_out_and_the_card_says_so(tmp_path: Path) -> No
     torch.manual_seed(0)
     backbone = small_vit((64, 48), name="vit_small_patch16_rope_224", width=32, patch_size=None)
     found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", ModelProvenance("mp3"))
-    assert "its rotation is not a weight" in found.notes[0]
+    assert "still applies the rotation, which is not a weight" in found.notes[0]
     assert found.notes[0] in (tmp_path / "x" / "README.md").read_text()
 
 
@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
 def test_a_module_wrapped_by_hand_is_refused(tmp_path: Path) -> None:
     method = make("table")
     bare = Supervised(create_backbone(method.backbone.model), SupervisedConfig())
-    with pytest.raises(SitusError, match="whose constructor Situs does not know"):
+    with pytest.raises(SitusError, match="does not know the constructor of the wrapped module"):
         write_export(bare, tmp_path / "x", ModelProvenance("supervised"))
     assert list(tmp_path.iterdir()) == []
 

@@ -411,7 +411,9 @@ def test_a_damaged_checkpoint_is_told_from_none(mp3: Path, tmp_path: Path) -> No
 
 
 def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"none: is not a run: it has no config\.json with checkpoints beside it$"):
+    with pytest.raises(
+        SitusError, match=r"none: is not a run: a run is a folder that contains config\.json and checkpoints$"
+    ):
         load_run(tmp_path / "none")
 
 

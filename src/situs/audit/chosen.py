@@ -149,7 +149,7 @@ class WeightCheck(Result):
     subject: ClassVar[str] = "were its weights crafted?"
     meaning: ClassVar[str] = (
         "A server can craft weights that make single samples readable in an upload. Each measure looks for one sign "
-        "of such weights. A score is a measure's value, scaled so that the measure's limit has the score 1. The "
+        "of such weights. A score is the value of a measure on a scale where the limit of this measure is 1. The "
         "limits were set on honest (not crafted) weights only. A score below 1 does not prove that the weights are "
         "honest, because a server can craft weights that stay below all limits."
     )
@@ -503,7 +503,8 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
         raise SitusError(
-            f"{name}: has a different architecture, so its weights cannot be compared with those of the model",
+            f"{name}: has a different architecture, so the weights of the two models cannot be compared; give a public "
+            "model of the same architecture",
             field="like",
         )
     changes, most, place = list[float](), 0.0, ""
@@ -555,7 +556,7 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
 
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
-        return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
+        return f"The matrices of the model's blocks are equal to the matrices of {name}, bit for bit."
     related = "Fine-tuning can also cause such a difference" if distance < 0.7 else "The models are therefore unrelated"
-    differ = f"differ from those of {name} by {distance:.2g} times their size (median over the matrices)"
+    differ = f"differ from the matrices of {name} by {distance:.2g} times their size (median over the matrices)"
     return f"The matrices of the model's blocks {differ}. {related}."

@@ -313,7 +313,7 @@ def opening(audit: Leak) -> str:
             )
         return (
             "No attack of this audit applies to the gradients of this model; the reasons are listed below. This does "
-            "not prove privacy. The attack `matching` applies to any model."
+            "not prove privacy. Try the attack `matching`, which applies to any model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 

@@ -432,7 +432,7 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
         shown = "all" if rank >= tokens else f"at most {rank}"
         notes["left by LoRA"] = (
             f"{len(factors)} frozen matrices have a LoRA product of rank {rank}. The tokens of an image span {tokens} "
-            f"directions, and the gradient of each product reveals {shown} of them. No attack of this audit solves "
-            "for these tokens, and it is not known what a search can recover"
+            f"directions, and the gradient of each product reveals {shown} of these directions. No attack of this "
+            "audit solves for these tokens, and it is not known what a search can recover"
         )
     return notes

@@ -40,7 +40,7 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "A recovered picture is certified if the attacker can prove, without the original, that it is right: "
+        "A recovered picture is certified if the attacker can prove, without the original, that the picture is right: "
         "the attack's equations fit up to rounding and the stated noise, have only one solution, and determine "
         "almost every pixel. The certified PSNR is the PSNR that this proof guarantees. The proof assumes that "
         "nobody altered the upload. Without reference images, no upload can pass a gate, because another attack may "
@@ -101,7 +101,7 @@ class UploadAudit(Audit):
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
             nothing = (
-                f"In {self._counted}, no image is certified: the attacker can prove for none that it was recovered."
+                f"In {self._counted}, no image is certified: the attacker cannot prove that any image was recovered."
             )
             return f"{opening(self)} {nothing} This does not prove privacy: {NO_REFERENCE}. {STATE}.".lstrip()
         return (

@@ -95,8 +95,8 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         raise SitusError(f"loss={name}: returns {shown}, but {reason}", field="loss")
     note = (
         f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss, and a search uses this "
-        "loss. The attacker infers labels as for cross entropy; for your loss these labels may be wrong. A defence "
-        "with its own training method (mjp) uses that method's loss"
+        "loss. The attacker infers labels with a rule for cross entropy, so for your loss the inferred labels may be "
+        "wrong. A defence with its own training method (mjp) uses that method's loss"
     )
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
@@ -157,7 +157,7 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
         return {}
     return {
         "loss": f"the model is set up for another loss (problem_type {named}). The audited step uses single-label "
-        "cross entropy, so the audited gradients differ from those of the model's own training. A search "
+        "cross entropy, so the audited gradients differ from the gradients of the model's own training. A search "
         "also uses this cross entropy; closed-form attacks work for any loss"
     }
 

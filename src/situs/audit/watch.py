@@ -350,7 +350,7 @@ class Guard:
             kind = type(gradients).__name__
             raise SitusError(f"gradients: must be a dict of tensors by parameter name, not {kind}", field="gradients")
         if not gradients:
-            raise SitusError("gradients: there are none; call backward first, or give the gradients", field="gradients")
+            raise SitusError("gradients: are missing; call backward first, or give the gradients", field="gradients")
         for name, gradient in gradients.items():
             if name not in self._names:
                 raise SitusError(f"gradients: {name} is not a parameter of the guarded module", field="gradients")

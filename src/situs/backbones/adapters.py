@@ -35,7 +35,8 @@ def add_adapters(backbone: Backbone, width: int) -> list[str]:
     for block in backbone.parts():
         if block.mlp.down is None:
             raise SitusError(
-                f"{backbone.name}: Situs cannot add an adapter, because it does not know the last layer of the MLP"
+                f"{backbone.name}: Situs cannot add an adapter, because Situs does not know the last layer of this "
+                "model's MLP"
             )
         weight = block.mlp.down.weight
         block.mlp.down.adapter = Adapter(backbone.dim, width).to(weight)

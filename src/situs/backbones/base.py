@@ -319,7 +319,9 @@ class Backbone(nn.Module, ABC):
     def patch_values(self) -> int:
         """The number of values in a patch of the input: P_h * P_w * C of an image."""
         if self.input.patch is None:
-            raise SitusError(f"{self.name} does not take images of a fixed size, so it has no patches of pixels")
+            raise SitusError(
+                f"{self.name} has no patches of pixels, because this model takes no images of a fixed size"
+            )
         return self.input.channels * math.prod(self.input.patch)
 
     @property

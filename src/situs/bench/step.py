@@ -28,10 +28,11 @@ Progress = Callable[["StepTable", str], None]
 
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
-ceiling is the number of operations per second in one large matrix product, at the same precision and in the same run.
-The operations of a step are those of its matrix products, including attention; products that are computed again for the
-backward pass are not counted. "Busy" is the share of a step in which the GPU runs a kernel: the time of the kernels in
-a profiled step, divided by the time of a step without profiling. The first step includes compilation.
+ceiling is the number of operations per second in one large matrix product, measured in the same run and at the
+precision of the step. Only the operations in matrix products (including attention) count as operations of a step.
+Products that are computed again for the backward pass are not counted. "Busy" is the share of a step in which the GPU
+runs a kernel: the time of the kernels in a profiled step, divided by the time of a step without profiling. The first
+step includes compilation.
 """
 
 

@@ -142,7 +142,8 @@ def check_folder(folder: Path | None, *results: str) -> None:
         raise SitusError(f"out={folder}: cannot be written because {parent} is not writable", field="out")
     if "settings" in results and (folder / "study.toml").exists():
         raise SitusError(
-            f"out={folder}: must not be the folder of a study, which has its own settings.json", field="out"
+            f"out={folder}: is the folder of a study, and a study has its own settings.json; choose another folder",
+            field="out",
         )
     for name in results:
         if any((folder / f"{name}.{kind}").exists() for kind in ("json", "html")):
@@ -221,5 +222,7 @@ def read_key(path: Path) -> Key:
 def ask_passphrase(question: str) -> str:
     """Asked for on the terminal; never a flag, which other users could see."""
     if not sys.stdin.isatty():
-        raise SitusError("the key needs a passphrase, but there is no terminal to ask for it; set SITUS_PASSPHRASE")
+        raise SitusError(
+            "the key needs a passphrase, but there is no terminal to enter the passphrase; set SITUS_PASSPHRASE"
+        )
     return getpass.getpass(question)

@@ -52,8 +52,8 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give either a folder of certificates (situs split certs makes one for tests), or plaintext to send "
-                "unencrypted",
+                "give either a folder of certificates, or plaintext (nothing is encrypted); for tests, situs split "
+                "certs makes a folder of certificates",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)
@@ -335,8 +335,8 @@ class Infer(ClientArgs):
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local; with another server, the tokens (rows) are "
-                "permuted whenever the training permuted them; do not set permute",
+                "permute: applies only with server=local; do not set permute for another server, because the tokens "
+                "(rows) are then permuted as in training",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

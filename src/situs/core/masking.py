@@ -135,8 +135,8 @@ def block_mask(noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: Bloc
     batch, n = noise.shape[0], grid[0] * grid[1]
     if noise.dim() != 2 or noise.shape[1:] != shape:
         raise SitusError(
-            f"block_mask: noise has shape {tuple(noise.shape)};"
-            f" for grid={grid}, ratio={ratio}, rule={rule!r} it must be [B, {shape[0]}]"
+            f"block_mask: noise has shape {tuple(noise.shape)},"
+            f" but for grid={grid}, ratio={ratio}, rule={rule!r} the shape must be [B, {shape[0]}]"
         )
     if target == 0 or (target == n and rule == "paper"):
         return torch.full((batch, n), target > 0, dtype=torch.bool, device=noise.device)

@@ -101,6 +101,6 @@ def _check_length(x: Tensor, axis: int, p: Tensor) -> None:
 def _check_batch(x: Tensor, p: Tensor) -> None:
     if p.dim() == 2 and p.shape[0] != x.shape[0]:
         raise SitusError(
-            f"{p.shape[0]} permutations do not fit {x.shape[0]} samples: give one per sample, or one of shape [N] for "
-            f"all"
+            f"{p.shape[0]} permutations do not fit {x.shape[0]} samples; give one permutation per sample, or one "
+            "permutation of shape [N] for all samples"
         )

@@ -32,7 +32,7 @@ else:
         bases=(Checked,),
         frozen=True,
     )
-    """The settings that apply to only one modality, in one table each: audio, masks, objects, text, series."""
+    """Settings that apply to only one modality: the tables audio, masks, objects, text and series."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def _arrays(message: Any) -> Mapping[str, Any] | None:
     arrays = [pair for record in message.content.array_records.values() for pair in record.items()]
     if len(named := dict(arrays)) < len(arrays):
         raise SitusError(
-            "two records of the message contain arrays of the same name, so only one of them could be audited; "
+            "two records of the message contain arrays of the same name, so only one of these arrays could be audited; "
             "give the arrays different names"
         )
     return {name: array.numpy() for name, array in named.items()} or None

@@ -65,8 +65,8 @@ class MAE(Method):
         count = backbone.num_tokens
         if not 0 < kept_of(config.mask_ratio, count) < count:
             raise SitusError(
-                f"mask_ratio={config.mask_ratio}: of {counted(count, 'patches')}, at least one must be "
-                "hidden and at least one visible",
+                f"mask_ratio={config.mask_ratio}: out of {counted(count, 'patches')}, at least one patch must "
+                "be hidden, and at least one patch must stay visible",
                 field="mask_ratio",
             )
         width = config.decoder_width

@@ -159,7 +159,9 @@ def load_any(
         source = Subset(source, count)
     if world > max(1, len(source)):  # a rank would have no samples
         few = counted(len(source), source.things)
-        raise SitusError(f"{source.name}: has only {few}, too few for {world} ranks", field="count")
+        raise SitusError(
+            f"{source.name}: has only {few}, but {world} ranks need at least {world}; use fewer ranks", field="count"
+        )
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
     return loader
@@ -269,7 +271,7 @@ def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) ->
         counts = f"the data has {len(classes)} classes, but the model has {len(model.classes)}"
         difference = f"class {first[0]!r} of the model is {first[1]!r} in the data" if first else counts
         raise SitusError(
-            f"{loader.source.name}: its classes differ from those that {model.name} was trained on: {difference}",
+            f"{loader.source.name}: its classes differ from the classes that {model.name} was trained on: {difference}",
             field="data",
         )
 

@@ -140,8 +140,8 @@ def _check(written: Export, method: Method, expected: _Outputs | None) -> float 
     error = max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs)
     if not error <= TOLERANCE:
         raise SitusError(
-            f"{method.backbone.name}: in {written.library}, the outputs of the export differ from the model's by "
-            f"{error:.1e} (relative to the largest value), so nothing was written; please report this"
+            f"{method.backbone.name}: in {written.library}, the outputs of the export differ from the outputs of the "
+            f"model by {error:.1e} (relative to the largest value), so nothing was written; please report this"
         )
     return error
 
@@ -251,8 +251,8 @@ def _check_graph(graph: nn.Module, images: Tensor, file: Path) -> float:
         worst = max(worst, float((outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-6)))
     if not worst <= TOLERANCE:
         raise SitusError(
-            f"in onnxruntime, the outputs of the graph differ from the model's by {worst:.1e} (relative to the largest "
-            "value), so nothing was written",
+            f"in onnxruntime, the outputs of the graph differ from the outputs of the model by {worst:.1e} (relative "
+            "to the largest value), so nothing was written",
             field="form",
         )
     return worst

@@ -194,7 +194,9 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
         raise SitusError(
-            f"model_args={dict(arguments)}: {source} is already a module, which takes no arguments", field="model_args"
+            f"model_args={dict(arguments)}: {source} is already a module, but only a class or a function takes "
+            "arguments; do not set model_args",
+            field="model_args",
         )
     if not isinstance(make, nn.Module):
         raise SitusError(f"{source}: returns {type(make).__name__}; it must return an nn.Module (MODEL)")

@@ -313,7 +313,7 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; if it is a timm name, also give weights: a file, "
+            f"{name}: is neither a run nor an export; for the timm model of this name, also give weights: a file, "
             f"{PUBLISHED!r} (published by timm) or {RANDOM!r}",
             field="weights",
         )

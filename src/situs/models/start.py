@@ -116,8 +116,8 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         return FinetuneSource(backbone, source, _fields(data, SAME_DATA), sees, learned=learned)
     if names_code(source):
         raise SitusError(
-            f"{source}: is your own module; a run cannot start from your module, because the run could not build the "
-            "module again",
+            f"{source}: is your own module; a run cannot start from your module, because Situs cannot "
+            "build the module again from the folder of the run",
             field="source",
         )
     folder, on_hub = model_folder(source), hub_address(source) is not None
@@ -181,8 +181,8 @@ def _config_of(model: Model) -> BackboneConfig:
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
         advice = "" if isinstance(backbone, OwnModule) else "; save the module (save_pretrained) and give the folder"
         raise SitusError(
-            f"{model.name}: is {kind}; a run cannot start from this module, because the run could not build the "
-            f"module again{advice}",
+            f"{model.name}: is {kind}; a run cannot start from this module, because Situs cannot build "
+            f"the module again from the folder of the run{advice}",
             field="source",
         )
     from situs.backbones.timm.create import remade  # timm takes seconds
@@ -388,5 +388,5 @@ def model_in_memory(address: str | Path) -> Model | None:
         return None
     if address not in _known:
         name = address.removeprefix(PREFIX).rpartition("-")[0]
-        raise SitusError(f"{name}: the model in memory no longer exists; pass it again", field="init")
+        raise SitusError(f"{name}: the model in memory no longer exists; pass the model again", field="init")
     return _known[address]

@@ -94,8 +94,8 @@ def write_playground(
         )
     if error > TOLERANCE:
         raise SitusError(
-            f"{model.name}: fits into {most_mb:g} MB only if rounded to 16 bits. But rounding changes the logits by "
-            f"{error:.1e}, and at most {TOLERANCE:g} is allowed",
+            f"{model.name}: the page has at most {most_mb:g} MB only if the weights are rounded to 16 bits. But this "
+            f"rounding changes the logits by {error:.1e}, which is more than {TOLERANCE:g}; allow a larger page",
             field="most_mb",
         )
     path = write_result(Path(out), page)

@@ -289,7 +289,8 @@ class StudyFolder:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
             raise SitusError(
-                f"take: a model can replace only the result of a training, but {name} is a measurement", field="take"
+                f"take: a model can replace only the result of a job that trains, but the job {name} only measures",
+                field="take",
             )
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} must be a run or an export, but has no config.json", field="take")

@@ -421,8 +421,8 @@ class Study(Checked):
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
             raise SitusError(
-                "measured: must give the date and the machine, because some rows or lines contain measured numbers "
-                "(ours)",
+                "measured: must give the date and the machine, because some rows or lines have the key ours "
+                "(measured numbers)",
                 field="measured",
             )
         names = {entry.name for entry in (*rows, *self._lines())}

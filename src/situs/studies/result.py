@@ -215,7 +215,7 @@ class StudyResult(Result):
             yield self.study.note
         if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
             yield (
-                f"At scale {self.scale} the jobs are smaller than those of the paper, so the differences from the "
+                f"At scale {self.scale} the jobs are smaller than the jobs of the paper, so the differences from the "
                 "paper's numbers mean little."
             )
         if not self.tasks and self.study.measured and self.study.measured.note:
@@ -332,7 +332,7 @@ def _lines(curves: Curves, lines: Sequence[Drawn], number: int) -> Figure | None
                 series[name] = ([x for x, _ in points], [y for _, y in points])
     if not series:
         return None
-    read = f" The paper's numbers were read from its figure (± {curves.reading:g})." if curves.reading else ""
+    read = f" The paper's numbers were read from the paper's figure (± {curves.reading:g})." if curves.reading else ""
     caption = f"{curves.y[:1].upper()}{curves.y[1:]} over {curves.x}.{read}"
     values, options = (
         (series, curves.x, _named(curves.y, curves.unit)),

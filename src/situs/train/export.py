@@ -124,8 +124,8 @@ def write_export(
     library = method.backbone.source.get("library")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{method.backbone.name} cannot be exported, because it wraps a module whose constructor Situs does not "
-            "know; create the model with create_backbone(name, …)"
+            f"{method.backbone.name} cannot be exported, because Situs does not know the constructor of the wrapped "
+            "module; create the model with create_backbone(name, …)"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
     notes, has_positions = _erase_unused_positions(backbone, method, sentences=provenance.prepared.modality.ids)
@@ -186,10 +186,10 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         )
     if remaining:
         notes.append(
-            f"The model was trained without positions. But its {' and '.join(map(_WORDS.__getitem__, remaining))} is "
-            "not a weight that could be set to zero, so the forward pass of the library (timm or transformers) still "
-            "applies it. Therefore that forward pass does not give the trained features. Use situs features to get "
-            "the trained features."
+            "The model was trained without positions. But the forward pass of the library (timm or transformers) still "
+            f"applies the {' and '.join(map(_WORDS.__getitem__, remaining))}, which is not a weight that could "
+            "be set to zero. Therefore the library's forward pass does not give the trained features. Use situs "
+            "features to get the trained features."
         )
     return notes, bool(remaining)
 
@@ -208,7 +208,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
         names = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
-        notes.append("The model has no classifier, because the run trained none.")
+        notes.append("The model has no classifier, because the run did not train a classifier.")
     config = timm_config(backbone, classes, provenance)
     config["situs"] = _situs_entries(method, provenance)
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -305,7 +305,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     if backbone.input.shape is not None and model.main_input_name == "pixel_values":
         prepared = provenance.prepared.to_hf(backbone.input.shape, backbone.input.channels)
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
-    return [] if headed else ["The model has no classifier, because the run trained none."]
+    return [] if headed else ["The model has no classifier, because the run did not train a classifier."]
 
 
 def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:

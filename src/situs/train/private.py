@@ -153,8 +153,8 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
         high *= STRIDE
         if high > MOST_NOISE:
             raise SitusError(
-                f"epsilon={epsilon}: even a noise multiplier of {high / STRIDE:,.0f} gives a larger ε in "
-                f"{counted(steps, 'steps')}; give a larger epsilon, or train fewer steps",
+                f"epsilon={epsilon}: even with a noise multiplier of {high / STRIDE:,.0f}, ε is above this limit "
+                f"after {counted(steps, 'steps')}; give a larger epsilon, or train fewer steps",
                 field="dp.epsilon",
             )
     low = high / STRIDE
@@ -227,7 +227,7 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
         if path.exists():
             value = path.read_bytes()
             if len(value) != KEY_SIZE:
-                raise SitusError(f"{path}: must have {KEY_SIZE} bytes; delete it to continue with a new secret")
+                raise SitusError(f"{path}: must have {KEY_SIZE} bytes; delete this file to continue with a new secret")
             return Secret(value), True
         value = secrets.token_bytes(KEY_SIZE)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

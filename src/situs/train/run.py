@@ -167,7 +167,7 @@ def load_run(
     as_trained: LoRA's products stay apart and frozen weights frozen, as in the run's steps; else an ordinary model.
     """
     if not is_run(path):
-        raise SitusError(f"{path}: is not a run: it has no config.json with checkpoints beside it")
+        raise SitusError(f"{path}: is not a run: a run is a folder that contains config.json and checkpoints")
     path, step = run_and_step(path)
     if (Path(path) / CLIENTS_PART).is_file():
         raise SitusError(

@@ -553,7 +553,7 @@ def test_inputs_that_do_not_fit_are_refused():
         SitusError, match=r"ViTModel: images must have the shape \[B, 3, 16, 16\], not \[2, 1, 16, 16\]"
     ):
         vit.embed(torch.zeros(2, 1, 16, 16))
-    with pytest.raises(SitusError, match="N <= 20"):
+    with pytest.raises(SitusError, match="N must be at most 20"):
         bert.embed(torch.zeros(1, 21, dtype=torch.long))
     with pytest.raises(SitusError, match="takes integers"):
         bert.embed(torch.zeros(1, 4))
@@ -574,7 +574,7 @@ def test_inputs_that_do_not_fit_are_refused():
         ),
         (
             lambda: transformers.BertConfig(**BERT, is_decoder=True),
-            "is_decoder=True: BertModel is supported only as an encoder",
+            "is_decoder=True: BertModel is supported only as an encoder; set is_decoder=False",
         ),
         (
             lambda: transformers.Dinov2Config(**{**DINO, "image_size": [8, 16]}),

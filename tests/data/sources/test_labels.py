@@ -95,7 +95,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "row group 1, row 0: column 'bald' contains 7; a label is 0 or 1": {"bald": [1, 0, 0, 7]},
     "row group 0, row 2: -1 and 0 are both used beside 1": {"bald": [1, -1, 0]},
     "column 'label' contains one class per image": {"label": [1, 0, 0, 7]},
-    "has neither a column of lists of labels nor columns of 0 and 1": {"name": ["a", "b"]},
+    "a multi-label set needs a column that contains lists of labels, or columns of 0 and 1": {"name": ["a", "b"]},
     "column 'labels' contains lists of double": {"labels": [[0.5], []]},
 }
 

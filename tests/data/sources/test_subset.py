@@ -179,7 +179,7 @@ def test_what_was_trained_on_is_never_held_out_when_images_come() -> None:
 def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
     with pytest.raises(SitusError, match=r"held_out=1e-09: no sample is held out \(3 images of named\)"):
         hold_out(Named(["a", "b", "c"]), 1e-9, test_side=True)
-    with pytest.raises(SitusError, match=r"every sample is held out \(1 image of named\); choose another ratio"):
+    with pytest.raises(SitusError, match=r"every sample is held out \(1 image of named\); choose another fraction"):
         hold_out(Named(["a"]), 1 - 1e-9, test_side=False)
 
 

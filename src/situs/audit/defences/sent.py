@@ -58,9 +58,9 @@ class Clip(Defence):
         "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier. Clipping multiplies all gradients of a sample by the same factor. This does not "
-        "change the solution of the attack's equations. If MJP is used, the attacker estimates the scaled gradient "
-        "of MJP's loss DAL and subtracts it"
+        "C and the noise multiplier. Clipping multiplies all gradients of a sample by the same factor. This factor "
+        "does not change the solution of the attack's equations. If MJP is used, the attacker estimates the scaled "
+        "gradient of MJP's loss DAL and subtracts it"
     )
 
     @property
@@ -92,8 +92,8 @@ class ClipBatch(Defence):
     form: ClassVar[str] = "clip-batch C={norm:g}"
     about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
     known: ClassVar[str] = (
-        "C. Clipping multiplies all gradients by the same factor. This does not change the solution of the attack's "
-        "equations, so clipping alone does not protect"
+        "C. Clipping multiplies all gradients by the same factor. This factor does not change the solution of the "
+        "attack's equations, so clipping alone does not protect"
     )
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:

@@ -72,7 +72,7 @@ def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = C
         reason = f"{counted(count, 'sentences')} cannot be divided into batches of {batch}"
         raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
-        raise SitusError(f"texts={texts}: has only {have}, but count={count}", field="count")
+        raise SitusError(f"texts={texts}: has only {have}, but count={count}; give a lower count", field="count")
     return lines[:count]
 
 

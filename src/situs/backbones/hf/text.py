@@ -83,8 +83,8 @@ class TextBackbone(HFBackbone):
         x = x[:, 0] if x.dim() == 3 and x.shape[1] == 2 else x
         if x.dim() != 2 or x.is_floating_point() or x.shape[1] > self.num_tokens:
             raise SitusError(
-                f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers [B, N] "
-                f"with N <= {self.num_tokens}",
+                f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers of shape [B, N], "
+                f"and N must be at most {self.num_tokens}",
                 field="img_size",
             )
         return self.inner.get_input_embeddings()(x)
@@ -152,7 +152,7 @@ class TextEncoder(TextBackbone, EncoderBackbone):
         super().__init__(model, head, size)
         self.token_dim = self.inner.get_input_embeddings().embedding_dim
         if getattr(self.model.config, "is_decoder", False):
-            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder")
+            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder; set is_decoder=False")
 
     def layers(self) -> Any:
         return self.inner.encoder.layer

@@ -387,9 +387,9 @@ def enable_cells(backbone: SwinBackbone) -> None:
     if not fits:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
-            f"{backbone.name} cannot take one patch of each 2x2 cell, because the window size does not fit. In every "
-            f"stage, half of each side of the grid must be a multiple of the window size "
-            f"({', '.join(map(str, windows))}); the grid of the first stage is {backbone.grid[0]}x{backbone.grid[1]}. "
+            f"{backbone.name} cannot take one patch of each 2x2 cell, because the window size does not fit the grid. "
+            f"The grid of the first stage is {backbone.grid[0]}x{backbone.grid[1]}. In every stage, half the height "
+            f"and half the width of the grid must be multiples of the window size ({', '.join(map(str, windows))}). "
             "Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )

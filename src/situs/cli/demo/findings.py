@@ -78,7 +78,7 @@ def find_places(stage: Stage) -> Finding:
     )
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
     section.figure(
-        drawn, "One image, rebuilt at several mask ratios η (the ratio of patches that no patch attends to)."
+        drawn, "One image, rebuilt at several mask ratios η (the fraction of patches that no patch attends to)."
     )
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
@@ -125,9 +125,9 @@ def find_labels(stage: Stage) -> Finding:
     }
     section = stage.page.section("A classifier with and without the weights of MP3")
     section.text(
-        "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One starts "
-        "from the weights of MP3, the other from random weights. Accuracy is measured on "
-        f"{tests:,} test images that were not used for training. Differences above {2 * spread:.1f} points are "
+        "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One "
+        "classifier starts from the weights of MP3, and the other classifier from random weights. Accuracy is measured "
+        f"on {tests:,} test images that were not used for training. Differences above {2 * spread:.1f} points are "
         "significant. This is one seed."
     )
     drawn = figures.curves(curves, "epoch", "test images classified right, %")
@@ -139,8 +139,8 @@ def find_labels(stage: Stage) -> Finding:
             else "In this run, learning positions first made no significant difference.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
-            f"Both classifiers were trained on the same {stage.length.labelled:,} labelled images. Only one of them "
-            "was pretrained on position.",
+            f"Both classifiers were trained on the same {stage.length.labelled:,} labelled images. Only one "
+            "classifier was pretrained on position.",
             Section("").bars(bars, "%"),
             ("The curves", section.title),
         )
@@ -228,8 +228,8 @@ def find_lock(stage: Stage) -> Finding:
             f"A model can be locked with a key. {outcome}",
             f"{best.right} of {best.size}",
             "channels of the key found",
-            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner also "
-            "withholds the embedding, an attacker that has only images cannot begin an attack.",
+            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner locks "
+            "the model and also withholds the embedding, an attacker that has only images cannot begin an attack.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )
@@ -260,8 +260,8 @@ def find_order(stage: Stage) -> Finding:
     )
     section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")
     caption = (
-        "Above: patches in random order, as they arrive. Middle: the patches in the order that the server found. "
-        "Below: the client's images."
+        "Above: patches in the random order of the received tokens. Middle: the patches in the order that the server "
+        "found. Below: the client's images."
     )
     alt = (
         "Three images as shuffled patches. Below: the same patches in the order that the server found, and the "

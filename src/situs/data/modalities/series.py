@@ -178,7 +178,7 @@ class SeriesRows(Recordings, ParquetSource):
             )
             raise SitusError(f"{file}: {reason}", field="series.columns")
         if not names:
-            raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
+            raise SitusError(f"{file}: has no column that contains lists of numbers", field="series.columns")
         return names, ()
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:  # noqa: ARG002

@@ -416,7 +416,7 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
         raise SitusError(
             f"{table.file}: its first row must be a heading with one of {usual}, but the row is {listed}; add a "
-            "heading, or, if this row is the heading, name the column of sentences",
+            "heading. If this row is already the heading, name the column of sentences",
             field="text.column",
         )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]

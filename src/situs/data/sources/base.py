@@ -246,7 +246,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return names[0]
     others = f"it has only {', '.join(names)}" if names else "it has no splits, so 'train' means all samples"
     raise SitusError(
-        f"{where}: has no split {split!r}; {others}; hold out a ratio of the data (such as 0.1), "
+        f"{where}: has no split {split!r}; {others}; hold out a fraction of the data (such as 0.1), "
         "or choose another split",
         field=("held_out", "split"),
     )

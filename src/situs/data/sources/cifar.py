@@ -188,7 +188,8 @@ class _Unpickler(pickle.Unpickler):
         known = _CALLS.get((module_name, global_name))
         if known is None:
             raise SitusError(
-                f"its pickle would call {module_name}.{global_name}, which no CIFAR batch does; the call was prevented"
+                f"its pickle would call {module_name}.{global_name}, but no CIFAR batch needs this call; "
+                "the call was prevented"
             )
         # A new function each time, for a pickle may set attributes of what it names.
         return lambda *arguments: known(*arguments)  # noqa: PLW0108

@@ -181,7 +181,8 @@ def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
     numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
     columns = flags or tuple(numbers)
     if not columns:
-        raise SitusError(f"{file}: has neither a column of lists of labels nor columns of 0 and 1", field="multi_label")
+        reason = "a multi-label set needs a column that contains lists of labels, or columns of 0 and 1"
+        raise SitusError(f"{file}: {reason}", field="multi_label")
     return columns
 
 

@@ -170,15 +170,15 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
     rows = np.flatnonzero(held_out == test_side)
     if not len(rows) and single == len(source):
         raise SitusError(
-            f"{source.name}: each class has only one {source.things.removesuffix('s')}, so none can be held out; "
-            f"held_out=0 trains on all {source.things}",
+            f"{source.name}: each class has only one {source.things.removesuffix('s')}, so no "
+            f"{source.things.removesuffix('s')} can be held out; held_out=0 trains on all {source.things}",
             field="held_out",
         )
     if not len(rows):
         nothing = "no sample is held out" if test_side else "every sample is held out"
         raise SitusError(
             f"held_out={share:g}: {nothing} ({counted(len(source), source.things)} of {source.name}); "
-            "choose another ratio",
+            "choose another fraction",
             field="held_out",
         )
     side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"

@@ -167,8 +167,7 @@ class RunFolder:
         if int(blind) >= 0:
             raise SitusError(
                 f"{self.path}: rank {int(blind)} cannot access this folder, but with parallel=fsdp every "
-                "rank writes its part of a checkpoint there; put the folder on a disk that all nodes "
-                "share",
+                "rank writes a part of each checkpoint to this folder; put the folder on a disk that all nodes share",
                 field=("train.parallel", "out"),
             )
 

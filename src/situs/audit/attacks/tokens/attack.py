@@ -219,8 +219,8 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     shown = f"at most {max(ranks)}" if max(ranks) < tokens else "all"
     return (
         f"the model's matrices are frozen. The tokens span {tokens} directions, and the gradient of a LoRA matrix "
-        f"(rank {max(ranks)}) reveals {shown} of them. This attack does not solve for the tokens, but another attack "
-        "may"
+        f"(rank {max(ranks)}) reveals {shown} of these directions. This attack does not solve for the tokens, but "
+        "another attack may"
     )
 
 
