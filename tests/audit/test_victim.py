@@ -93,7 +93,7 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
     [
         (":Wide", "called with no arguments, it raised TypeError.*'width'"),
         (":broken", "it raised KeyError"),
-        (":number", "is int; it must be a module"),
+        (":number", "is int; it must be an nn.Module"),
         ("_torn:Net", "ValueError: not today"),
     ],
 )

@@ -129,7 +129,9 @@ def test_other_differences_stand_first_and_differences_of_software_are_told_apar
     one, two = table(row(1, 1, 1)), table(row(2, 2, 2), torch="2.14")
     said = compare_steps(one, two).summary()
     assert [list(each) for each in said.tables[0].rows] == [["machine: torch", "2.11", "2.14"]]
-    assert said.notes == ("The two tables differ in more than the code: see the table of other differences.",)
+    assert said.notes == (
+        "The code is not the only difference between the two measurements: see the table of other differences.",
+    )
     for name in ("cores", "threads"):
         assert f"different machines ({name})" in compare_steps(one, table(row(2, 2, 2), **{name: 4})).summary().notes[0]
     listed = compare_steps(one, table(row(2, 2, 2), extra=[1, 2], cores=None)).summary().tables[0]

@@ -499,7 +499,7 @@ class Lock:
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
     """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base. With
-    --images or --texts, the default is no-base,images. With --base, public-base is added to the default."""
+    --images or --texts, the default is "no-base,images". With --base, public-base is added to the default."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model that the attacker has: a training run, an export, a model folder, or a timm model name with

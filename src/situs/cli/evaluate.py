@@ -479,7 +479,7 @@ class Attention(FewImagesArgs):
     """With --kind maps: number of images for which maps are shown."""
 
     depth: str = "norm"
-    """With --kind correlation: layer whose similarities are shown. Give embedding, the number of a block, or norm (the
+    """With --kind correlation: layer whose similarities are shown: "embedding", the number of a block, or "norm" (the
     final norm)."""
 
     def run(self) -> None:

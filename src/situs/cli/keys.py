@@ -138,7 +138,7 @@ class Certs:
     """
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """A new folder, which only you can read."""
+    """Output folder, new or empty. Only you will be able to read it."""
 
     hosts: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
     """Host names and IP addresses of the server. The name localhost is always included."""

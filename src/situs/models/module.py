@@ -206,7 +206,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:
     if not callable(make):
         raise SitusError(
-            f"{source}: is {type(make).__name__}; it must be a module, or a function that returns a module (MODEL)"
+            f"MODEL {source} is {type(make).__name__}; it must be an nn.Module, or a function that returns an nn.Module"
         )
     try:
         return make(**arguments)

@@ -66,7 +66,8 @@ def _judge(page: Page, audit: SplitAudit) -> None:
         page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
     if psnr is not None:
         page.number(
-            f"{psnr:.1f} dB", f"PSNR of the best attacker's images in any setting (blind guess: {guess:.1f} dB)"
+            f"{psnr:.1f} dB",
+            f"PSNR of the images that the best attacker recovered in any setting (blind guess: {guess:.1f} dB)",
         )
     if placed is not None:
         page.number(percent(placed), "of patches assigned to their true positions by the best attacker")
@@ -74,7 +75,9 @@ def _judge(page: Page, audit: SplitAudit) -> None:
         bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
         bars = {name: value for name, value in bars.items() if value is not None}
         bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
-        page.opening.bars(bars, "dB", "PSNR of the best attacker's images, for each setting of the client.")
+        page.opening.bars(
+            bars, "dB", "PSNR of the images that the best attacker recovered, for each setting of the client."
+        )
 
 
 def _add_table(section: Section, table: Table) -> None:

@@ -94,8 +94,8 @@ def write_playground(
         )
     if error > TOLERANCE:
         raise SitusError(
-            f"{model.name}: the page has at most {most_mb:g} MB only if the weights are rounded to 16 bits. But this "
-            f"rounding changes the logits by {error:.1e}, which is more than {TOLERANCE:g}; allow a larger page",
+            f"{model.name}: the page fits into {most_mb:g} MB only with weights rounded to 16 bits, but this changes the "
+            f"logits by {error:.1e} (at most {TOLERANCE:g} is allowed); allow a larger page",
             field="most_mb",
         )
     path = write_result(Path(out), page)
