@@ -53,7 +53,7 @@ def test_a_strip_shows_each_frame_where_it_was_put(upright: bool) -> None:
     assert sorted(drawn[2].float().T.tolist()) == own and not torch.equal(drawn[2].float(), clips[0, 0])
 
 
-def test_the_page_of_a_row_speaks_of_clips(outline: Any) -> None:
+def test_the_page_of_a_row_speaks_of_clips(outline: Any, undrawn: None) -> None:
     torch.manual_seed(0)
     backbone = small_vit((BANDS, FRAMES), depth=1, patch_size=(BANDS, 1), in_chans=1, positions="sincos")
     clips = Batch(torch.rand(4, 1, BANDS, FRAMES), torch.arange(4))

@@ -106,16 +106,16 @@ def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
         depth=(0, 1),
         defences=("none", "noise=0.05"),
         permute=permute,
-        count=3,
+        count=2,
         public=20,
     )
     by_name = {finding.defence: finding for finding in audit.findings}
     hidden = " + ".join(permute)
     names = ["depth 0", f"depth 0, {hidden}", "depth 0, noise=0.05", "depth 1"]
-    if permute == ("rows",):  # three short texts are too few for the order of columns under noise
+    if permute == ("rows",):  # two short texts are too few for the order of columns under noise
         names.append(f"depth 0, noise=0.05 + {hidden}")
     for name in names:
-        assert by_name[name].whole == 3 and all(one.holds for one in by_name[name].certificates), name
+        assert by_name[name].whole == 2 and all(one.holds for one in by_name[name].certificates), name
     refused = by_name[f"depth 1, {hidden}"]
     assert refused.status == "refused" and "may still be readable" in refused.reasons[0]
     ruling = replace(audit, limit=Limit("tokens", 0.5)).ruling
@@ -124,7 +124,7 @@ def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
     assert (status[f"depth 0, {hidden}"], status[f"depth 1, {hidden}"]) == (ABOVE, NOT_JUDGED)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_model_before_fine_tuning_is_enough_to_read_but_not_to_prove(kind: str, files: dict[str, Path]) -> None:
     torch.manual_seed(0)
     tuned = open_model(files[kind], any_weights=True)
@@ -188,7 +188,7 @@ def test_fixed_words_are_those_of_every_text(files: dict[str, Path]) -> None:
 def test_what_the_tokeniser_adds_to_every_text_is_not_read(files: dict[str, Path]) -> None:
     """Under noise that hides everything, [CLS] and [SEP] were two words right of each text."""
     options: dict[str, Any] = {"defences": ("none", "noise=1000"), "permute": (), "count": 4, "public": 40}
-    audit = audit_prompts(files["bert"], files["texts"], depth=(0, 1), **options)
+    audit = audit_prompts(files["bert"], files["texts"], depth=(0,), **options)
     for finding in audit.findings:
         assert not any({2, 3} & {*read.truth} for read in finding.reads)
         share = finding.shares["tokens"]
