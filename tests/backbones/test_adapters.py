@@ -46,5 +46,5 @@ def test_a_block_whose_mlp_is_not_known_is_refused() -> None:
     shape = {"depth": 1, "embed_dim": 24, "num_heads": 2}
     model = create_backbone("vit_tiny_patch16_224", img_size=28, patch_size=14, model_args=shape)
     model.model.blocks[0].mlp = torch.nn.Sequential(torch.nn.Linear(24, 24))
-    with pytest.raises(SitusError, match="it does not know the last layer of the MLP"):
+    with pytest.raises(SitusError, match="does not know the last layer of this model's MLP"):
         add_adapters(model, 4)

@@ -152,7 +152,7 @@ def test_results_that_will_be_replaced_are_named(
 def test_a_studys_folder_keeps_its_settings(tmp_path: Path) -> None:
     (tmp_path / "study.toml").touch()
     check_folder(tmp_path, "gradients")
-    with pytest.raises(SitusError, match=r"which has its own settings\.json"):
+    with pytest.raises(SitusError, match=r"a study has its own settings\.json"):
         check_folder(tmp_path, "gradients", "settings")
 
 

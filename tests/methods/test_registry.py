@@ -183,7 +183,7 @@ def test_a_method_needs_a_config_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("situs.plugins.entry_points", lambda **_: [Fake("bare", bare)])
     with pytest.raises(SitusError, match="has no dataclass Config"):
         Registry({}, "their.methods")["bare"]
-    with pytest.raises(SitusError, match=r"OtherConfig: .*give the config of one of mp3"):
+    with pytest.raises(SitusError, match=r"OtherConfig: .*give the config of one of these: mp3"):
         Choice({"mp3": MP3}, "mp3").name_of(OtherConfig())
 
 

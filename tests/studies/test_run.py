@@ -333,7 +333,7 @@ def test_an_export_stands_for_a_pretraining_that_all_seeds_share(study: Path, tm
     assert not any("pretrain" in line for line in said)
     assert found.tasks[0].state == "taken" and found.tasks[0].why == "from encoder"
     assert found.rows == whole.rows
-    with pytest.raises(SitusError, match=r"take: .*top1 is a measurement"):
+    with pytest.raises(SitusError, match=r"take: .*the job top1 only measures"):
         run(study, tmp_path / "out", take={"top1": export})
     with pytest.raises(SitusError, match="unknown job 'nosuch'"):
         run(study, tmp_path / "out", take={"nosuch": export})
