@@ -51,7 +51,7 @@ class StepShape(Checked):
     """Micro-batches per step."""
 
     clip: Positive | None = 1.0
-    """Clip the gradient to this norm. With none, the gradient is not clipped."""
+    """Clip the gradient to this norm. With "none", the gradient is not clipped."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
     """Decay of an exponential moving average (EMA) of the weights. Default: no average."""

@@ -179,9 +179,9 @@ class Gradients(GateArgs, AuditConfig):
     --server active, the default is all attacks that craft weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. auto tests none, noise, clip, no-pe-gradient
-    and, for a run with DP-SGD, this DP-SGD. With --fail-above, auto tests only this DP-SGD (for other runs, only none).
-    An MJP run always shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient and,
+    if the run used DP-SGD, its DP-SGD. With --fail-above, "auto" stands only for the DP-SGD of the run or, without
+    DP-SGD, for "none". An MJP run always shuffles its patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
@@ -222,9 +222,9 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what gradients reveal about texts. --fail-above sets a gate for CI.
 
-    The gate limits one of four fractions. words: words recovered from the most exposed sentence. tokens: words
-    recovered at the right position in the most exposed sentence. sentences: sentences recovered completely. picked:
-    sentences recovered completely or picked from several candidates.
+    The gate limits one of four fractions. words: words recovered from the most exposed sentence, at any position.
+    tokens: the same, but at the right position. sentences: sentences recovered completely. picked: sentences recovered
+    completely, or identified among candidates that differ in one word.
 
     For example: situs audit texts bert/ --data sentences.txt --count 4
     """
@@ -302,8 +302,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Attacks, comma-separated. A curve shows the strongest attack at each strength."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences of fixed strength, comma-separated. Each pair of such a defence and a defence of --over gives a
-    curve. auto means none,no-pe-gradient."""
+    """Further defences of fixed strength, comma-separated. Each of them combined with each defence of --over gives one
+    curve. "auto" stands for none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
@@ -396,7 +396,7 @@ class Split(ImageArgs):
     """Measure what an untrusted server in split learning can learn about the samples.
 
     By default, each defence is tested without permutation, with permuted rows (tokens), with permuted columns
-    (channels), and with both. The default flags reproduce Table 6 of the split learning paper (ST). To attack a
+    (channels), and with both. The default flags reproduce Table 6 of Xu et al. (arXiv 2304.07735). To attack a
     language model, set --data to a text file and --depth to the numbers of blocks on the client, for example --data
     texts.txt --depth 0,half,last.
 

@@ -22,8 +22,8 @@ from situs.results import Result
 class Bench:
     """Measure time and memory of a training step on random images, for every combination of case, model and batch size.
 
-    A case names a METHOD. A case METHOD:FIELD=VALUE,… also changes settings of the method (such as mask_ratio) or of
-    the step (such as batch). The METHOD "backbone" is the model without a head.
+    A case is the name of a METHOD. To change settings of the method (such as mask_ratio) or of the step (such as
+    batch), write METHOD:FIELD=VALUE,… instead. The METHOD "backbone" is the model without a head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
@@ -47,8 +47,7 @@ class Bench:
     or slower."""
 
     at_once: bool = False
-    """Compile all cases at the same time, each in its own process. The time of each case is still measured
-    separately."""
+    """Compile all cases at the same time, each in its own process. The cases are still timed one by one."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""

@@ -25,7 +25,7 @@ class Check:
     """Check every image of a data set before training. The check finds broken, grey, CMYK, 16-bit, very large, oddly
     shaped and duplicate images. The check also finds wrong checksums, and masks or objects that training cannot use.
 
-    If the check finds an issue of a kind in --fail-on, the exit status is 3. Otherwise, the exit status is 0.
+    If the check finds an issue of a kind listed in --fail-on, the exit status is 3. Otherwise, the exit status is 0.
 
     For example: situs data check samples --fail-on broken,leak
     """
@@ -38,7 +38,8 @@ class Check:
     """Use only these splits, comma-separated. Default: all."""
 
     multi_label: bool = False
-    """Allow several classes per image. The classes come from a table next to the images, or from the parquet files."""
+    """Allow several classes per image. The classes come from a table next to the images or, for a data set of parquet
+    files, from these files."""
 
     target: Literal["class", "mask", "objects"] | None = None
     """Kind of labels: class, mask, or objects (a COCO annotation file). Default: the kind that the data has."""
@@ -110,7 +111,7 @@ class Pack(PackConfig):
     come with Situs)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Output folder: a new or empty folder, or the folder of an interrupted packing to continue."""
+    """Output folder: a new or empty folder. To continue an interrupted packing, give its folder."""
 
     split: tuple[str, ...] = ()
     """Use only these splits, comma-separated. Default: all."""
@@ -119,7 +120,7 @@ class Pack(PackConfig):
     """Number of worker processes. With 0, the main process does all the work. Default: one worker per core."""
 
     start_over: bool = False
-    """Delete the output of an earlier packing in this folder, and start again."""
+    """Delete what an earlier packing wrote to the --out folder, and start again."""
 
     def run(self) -> None:
         """Packs, and prints what was packed and what was skipped."""

@@ -62,8 +62,8 @@ class Predict(ModelArgs):
     column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """For text data: column that contains the second sentence of each pair. Use none for single sentences. Default: as
-    in training."""
+    """For text data: column that contains the second sentence of each pair. Use "none" for single sentences. Default:
+    as in training."""
 
     def run(self) -> None:
         """Predicts, writes the file, and prints how often each class was predicted."""
@@ -174,7 +174,7 @@ class Accuracy(SentenceArgs):
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
     """For segmentation and detection: number of images on the page. The page shows the images with the lowest
-    scores."""
+    IoU (segmentation) or F1 (detection)."""
 
     mode: Literal["slide", "whole"] = "slide"
     """How to segment images that are larger than the model input. slide: segment overlapping windows, and average their
@@ -240,10 +240,12 @@ class Knn(MeasureArgs):
     """Number of neighbours. Default: 20, or the mean number of training images per class if this mean is smaller."""
 
     temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
-    """Temperature τ. A neighbour has the weight exp(similarity / τ). With none, all neighbours have the same weight."""
+    """Temperature τ. A neighbour has the weight exp(similarity / τ). With --temperature none, all neighbours have the
+    same weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Search for the neighbours among at most this many training images. With none, search all training images."""
+    """Search for the neighbours among at most this many training images. With --train-count none, search all training
+    images."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -410,8 +412,9 @@ class Position(MeasureArgs):
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: mask ratios. Default: 0,.25,.5,.75,.9 for MP3 (η), and 0,.25,.5,.75 for DropPos (γ). With
-    --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The verdict reports only the first fraction."""
+    """With --kind answers: mask ratios (called η in MP3, and γ in DropPos). Default: 0,.25,.5,.75,.9 for MP3, and
+    0,.25,.5,.75 for DropPos. With --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The verdict in the
+    results mentions only the first of these fractions."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers, for DropPos: values of γ_pos, the fraction of visible patches whose position is dropped.
@@ -499,7 +502,7 @@ class Reconstruct(FewImagesArgs):
     """
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """Mask ratios of the puzzles (η for MP3, γ for DropPos). Default: 0,.25,.5,.75, as in the papers."""
+    """Mask ratios of the puzzles (called η in MP3, and γ in DropPos). Default: 0,.25,.5,.75, as in the papers."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """For DropPos: values of γ_pos, the fraction of visible patches whose position is dropped. Default: .75,.95."""

@@ -47,10 +47,10 @@ class Lock(ShapeArgs):
     """Lock a model with a key. The key permutes the channels of the features that pass from block to block, so
     the model is useless without the key.
 
-    Embedding, positions, final norm and head stay readable unless you use --withhold. With the key, situs unlock
-    restores the original files bit for bit. Configs, tokenisers, README and licence are copied. Other files are not
-    copied, and the output lists their names. A lock is obfuscation, not encryption: situs audit lock measures how much
-    security remains.
+    The lock does not hide embedding, positions, final norm and head. --withhold can leave embedding and positions out
+    of the locked folder. With the key, situs unlock restores the original files bit for bit. Configs, tokenisers,
+    README and licence are copied. Other files are not copied, and the output lists their names. A lock is obfuscation,
+    not encryption: situs audit lock measures how much security remains.
 
     For example: situs lock exported --key owner.key --out locked
     """
@@ -77,8 +77,8 @@ class Lock(ShapeArgs):
     """Also encrypt the files (AES-256-GCM). The manifest with the names and shapes of the tensors stays readable."""
 
     cover: bool = False
-    """Also permute MLP units, attention heads and the channels within each head. Comparing the locked weights with
-    the original weights becomes harder, but the lock does not become more secure."""
+    """Also permute MLP units, attention heads and the channels within each head. An attacker with the original weights
+    then has more work to compare the weights, but can still compute the key: the lock does not become more secure."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""

@@ -44,8 +44,8 @@ class Info(NamedArgs):
     effect."""
 
     seed: int = 0
-    """With --verify: random seed of inputs and keys. Without --weights, this seed also sets the random weights of the
-    model."""
+    """With --verify: random seed of the test inputs and of the permutation keys. Without --weights, this seed also sets
+    the random weights of the model."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --verify or --like: cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
@@ -133,7 +133,7 @@ class Play(NamedArgs):
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images on the page. Default: the images of the training run, or the sample images of Situs. The page contains
-    these images, so share the page only with people who may have the images."""
+    these images, so share the page only with people who are allowed to have the images."""
 
     split: str | None = None
     """Split of the images: train, val or test. Default: val. For data without splits, the default is all images."""
@@ -142,8 +142,8 @@ class Play(NamedArgs):
     """Number of images on the page. The page measures the accuracy on all these images."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes. If 32-bit weights would make the page larger, the weight matrices are
-    stored in 16 bits."""
+    """Largest size of the page in megabytes. If the page with 32-bit weights would be larger than this limit, the
+    weight matrices are stored in 16 bits."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""
@@ -155,6 +155,6 @@ class Play(NamedArgs):
         print(f"{page.path}: {page.megabytes:.2f} MB, {page.weights:,} weights in {page.bits} bits{error}")
         images = f"{counted(page.images, 'images')} from {page.data}"
         print(
-            f"The page contains the model and {images}. Share the page only with people who may have the model and "
-            "the images."
+            f"The page contains the model and {images}. Share the page only with people who are allowed to have the "
+            "model and the images."
         )

@@ -48,8 +48,8 @@ class SentenceArgs(MeasureArgs):
     column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """For text data: column that contains the second sentence of each pair. Use none for single sentences. Default: as
-    in training."""
+    """For text data: column that contains the second sentence of each pair. Use "none" for single sentences. Default:
+    as in training."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
     """For text data: column that contains the labels. Default: the column used in training, or the column named

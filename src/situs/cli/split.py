@@ -64,7 +64,7 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """Address of the server, or local to run the blocks in this process."""
+    """Address of the server. With --server local, the blocks run in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Name of this client. The --tls folder must contain the certificate NAME.pem and the key NAME.key of the
@@ -195,7 +195,7 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights, also needed by the server."""
+    """Initial weights. Also start the server from them."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""
@@ -205,8 +205,8 @@ class Train(Recipe, ClientArgs):
     Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence: none (default), noise=σ (σ times the standard deviation of the tokens), lowpass=r (keep a fraction r of
-    the frequencies), or batch-shuffle=B (B samples exchange tokens)."""
+    """Defence: none (default), noise=σ (noise with σ times the standard deviation of the tokens), lowpass=r (keep a
+    fraction r of the frequencies), or batch-shuffle=B (B samples exchange tokens)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32

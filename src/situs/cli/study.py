@@ -77,7 +77,7 @@ class Run:
     """The name of an included study (situs study show lists the names), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Output folder of the study: a new folder, or the folder of an earlier study to continue."""
+    """Output folder of the study: a new folder. To continue an earlier study, give its folder."""
 
     data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
     """Path of the data. If the study has several data sets, give NAME=PATH for each data set. Jobs without data are
@@ -179,8 +179,8 @@ class Show:
     """Show the table of a study. Without an argument, list all studies.
 
     The argument is the output folder of situs study run, or the name of a study. The table of an unfinished study shows
-    the results so far. For each study, the list shows the title, the data, the GPU hours, the numbers of the paper and
-    the measured numbers.
+    the results so far. The list of all studies shows, for each study, the title, the data, the GPU hours, the numbers
+    of the paper and the measured numbers.
 
     For example: situs study show runs/lock
     """
@@ -190,7 +190,7 @@ class Show:
     paper with the measured numbers."""
 
     ours: bool = False
-    """Print the measured numbers as lines (ours = […]) for the TOML file of a study."""
+    """Print the measured numbers in the form that the TOML file of a study uses: ours = […]."""
 
     paper: Literal["mp3", "droppos", "mjp", "st"] | None = None
     """List only the studies of this paper."""

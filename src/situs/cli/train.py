@@ -66,8 +66,8 @@ class Training(Recipe):
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     dry_run: bool = False
-    """Check the data, the model and one batch, and print how long the training would be. Nothing is trained or
-    written."""
+    """Check the data, the model and one batch, and print how many steps and epochs the training would take. Nothing
+    is trained or written."""
 
     def place(self) -> dict[str, Any]:
         """The flags that are not part of the config, as arguments of `situs.api`'s functions."""

@@ -78,7 +78,7 @@ class AudioConfig(Checked):
     """Folder with background noise. Default: the folder `_background_noise_` of the data set."""
 
     snr_db: float | None = None
-    """In evaluation, add background noise at this signal-to-noise ratio in dB. With none, no noise is added."""
+    """In evaluation, add background noise at this signal-to-noise ratio in dB. With "none", no noise is added."""
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:

@@ -395,8 +395,9 @@ class PackConfig(Checked):
     need more memory."""
 
     multi_label: bool = False
-    """Images may have several classes, from a table beside the images or from parquet. The output has one bool column
-    per class, with null for unknown. This works only with format=parquet."""
+    """Allow several classes per image. The classes come from a table next to the images or, for a data set of parquet
+    files, from these files. The output has one bool column per class, with null for unknown. This works only with
+    format=parquet."""
 
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":

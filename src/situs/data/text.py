@@ -54,7 +54,7 @@ class Columns(Checked):
     """Column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: str = ""
-    """Column with the second sentence. Use none for single sentences. Default: as in training."""
+    """Column with the second sentence. Use "none" for single sentences. Default: as in training."""
 
     label: str | None = None
     """Column with the labels. Default: the column used in training, or label, labels, fine_label, cls or class."""
