@@ -120,7 +120,7 @@ def test_one_who_knows_mjp_gets_what_static_attackers_do_not(whole: Comparison) 
     parts = row(whole, "MJP", "c", "adaptive").scores
     assert min(parts["shown_psnr"]) > 40 and min(parts["hidden_psnr"]) > 30
     said = verdict(whole)
-    assert said.startswith("MJP's privacy claim does not hold against an attacker who knows MJP.")
+    assert said.startswith("MJP's privacy claim does not hold against an attacker who knows that MJP is used.")
     assert "3 of 16 patches hidden (γ = 0.2)" in said
 
 
@@ -216,7 +216,7 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     ):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2
-    assert text.index("does not hold against an attacker who knows MJP") < text.index("<img")
+    assert text.index("does not hold against an attacker who knows that MJP is used") < text.index("<img")
     header, rows = glance(whole)
     assert header[2:] == [
         "(a) step on the original images, compared with the original images",
@@ -290,7 +290,7 @@ def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:
     mjp = {"MJP": Contestant(model(), mjp=True)}
     failed = verdict(compare_settings(mjp, TEST, [Spy()], settings=("b", "c"), ratio=0.2))
     assert failed.startswith(
-        "MJP's privacy claim is not refuted by an attacker who knows MJP. That does not prove privacy"
+        "MJP's privacy claim is not refuted by an attacker who knows that MJP is used. That does not prove privacy"
     )
     stopped = verdict(compare_settings(mjp, TEST, [Stopped(1)], settings=("c",), ratio=0.2))
     assert "spy was stopped after 1 of 3 uploads" in stopped

@@ -249,7 +249,7 @@ def verdict(comparison: Comparison) -> str:
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
     return " ".join(lines) or (
         "There is no verdict on MJP: either no model of this audit was trained with MJP, or no informed attack (an "
-        "attack that knows MJP) applies to a model that was trained with MJP."
+        "attack that knows that MJP is used) applies to a model that was trained with MJP."
     )
 
 
@@ -270,9 +270,10 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     why = f"{best.attack} was stopped after {best.why('stopped')}" if best.why("stopped") else best.why("doubt")
     nothing = "" if share > 0 else f" That does not prove privacy{f': {why}' if why else ''}."
     return (
-        f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
-        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}), this "
-        f"attacker recovers {_counted(best)}, measured against the {best.case.compared_with} images.{beside} {figures}."
+        f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows that MJP is used."
+        f"{nothing} From one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = "
+        f"{comparison.ratio:g}), this attacker recovers {_counted(best)}, measured against the "
+        f"{best.case.compared_with} images.{beside} {figures}."
     )
 
 

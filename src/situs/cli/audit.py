@@ -518,8 +518,8 @@ class Lock:
     """For --attacks images or activations on a language model: a file with one unlabelled text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples for --attacks labels. Situs also measures the accuracy on these samples before and after each
-    attack."""
+    """Labelled samples: the training split for --attacks labels, and the validation split to measure accuracy before
+    and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""

@@ -606,8 +606,8 @@ class AdaptiveMJP(Attack):
         "DAL); optionally an MP3 model that predicts positions"
     )
     difference: ClassVar[str] = (
-        "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023) with an attacker that knows MJP. The "
-        "attacker in the paper does not know MJP"
+        "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023) with an attacker that knows that MJP "
+        "is used. The attacker in the paper does not know this"
     )
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
