@@ -184,11 +184,11 @@ def test_a_users_own_file_comes_before_a_module_of_its_name(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "later")
     assert load_code("beside_later:VALUE") == 1 and sys.path.count(str(tmp_path / "later")) == 1
     for name, said in (
-        ("none.py:VALUE", "there is no file none.py, for which"),
-        ("beside_later:NONE", "no attribute 'NONE', for which"),
-        ("no_such_module:VALUE", "No module named 'no_such_module', for which"),
+        ("none.py:VALUE", "there is no file none.py"),
+        ("beside_later:NONE", "no attribute 'NONE'"),
+        ("no_such_module:VALUE", "No module named 'no_such_module'"),
     ):
-        with pytest.raises(SitusError, match=f"^{name}: cannot be imported as package.*{said}$"):
-            load_code(name, ", for which")
+        with pytest.raises(SitusError, match=f"^MODEL {name}: cannot be imported as package.*{said}$"):
+            load_code(name, "MODEL ")
     for name in ("of_two_places", "beside_mine", "beside_later"):
         sys.modules.pop(name, None)

@@ -72,7 +72,10 @@ def test_a_mistake_fails_in_one_sentence(given: Any, options: Any, reason: str) 
     report, failure, recorded = gate(*given, **options)
     assert report is None and recorded == "" and re.match(reason, failure)
     assert len(failure.splitlines()) == 1
-    assert gate(passing(), "samples")[1] == "leak_gate: the audit is already finished; give no data and no options"
+    assert (
+        gate(passing(), "samples")[1]
+        == "leak_gate: this audit is already finished; pass it alone, without data and options"
+    )
 
 
 def test_the_plugin_is_declared_and_loads_no_torch(root: Path) -> None:

@@ -135,7 +135,7 @@ def names_code(source: str) -> bool:
 
 
 def load_code(source: str, what: str = "") -> Any:
-    """The object that package.module:name or file.py:name names. what: the end of an error's sentence."""
+    """The object that package.module:name or file.py:name names. what: the start of an error's sentence."""
     place, _, name = source.rpartition(":")
     try:
         return getattr(_import(place), name)
@@ -144,7 +144,7 @@ def load_code(source: str, what: str = "") -> Any:
         if isinstance(error, SystemExit):  # of a script that reads its own flags
             reason = "importing this file ends the program; move its last statements under if __name__ == '__main__'"
         raise SitusError(
-            f"{source}: cannot be imported as package.module:name or file.py:name: {reason}{what}"
+            f"{what}{source}: cannot be imported as package.module:name or file.py:name: {reason}"
         ) from error
 
 

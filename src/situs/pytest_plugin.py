@@ -54,7 +54,7 @@ def audit(model: Any, data: Any, **options: Any) -> Report:
     try:
         if isinstance(model, Report):
             if data is not None or options:
-                raise SitusError("the audit is already finished; give no data and no options")
+                raise SitusError("this audit is already finished; pass it alone, without data and options")
             return model
         if isinstance(data, str | Path) and Path(data).suffix == ".txt":
             from situs.audit.text.audit import audit_texts

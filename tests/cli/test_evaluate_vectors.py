@@ -24,7 +24,7 @@ def test_two_runs_side_by_side(trained: Any, tmp_path: Path, capsys: pytest.Capt
     numbers = json.loads((out / "positions.json").read_text())
     one, mp3 = numbers["models"]
     assert (one["name"], one["kind"], one["grid"], one["note"]) == ("one", "learned table", [2, 2], None)
-    assert "training" in mp3["note"] and "positions" in mp3["note"]
+    assert "training" in mp3["note"] and "position vectors" in mp3["note"]
     assert one["regression"]["folds"] == 4  # as many as there are places
     assert [each["name"] for each in numbers["references"]] == ["sin-cos (reference)", "random (reference)"]
     pictures = {path.name for path in out.glob("*.png")}
@@ -60,7 +60,7 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
         (["test_resnet", "--weights", "random"], "it is a convolutional network and has no tokens"),
         (
             ["vit_tiny_patch16_224"],
-            "is neither a run nor an export; for the timm model of this name, also give weights",
+            "is neither a run nor an export; for the timm model of this name, set weights",
         ),
         (["runs/gone"], "situs: runs/gone: no such run, export or file (MODEL…)\n"),
         (["vit_tiny_patch16_224=random", "--folds", "1"], "folds=1: "),

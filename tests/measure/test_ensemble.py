@@ -97,7 +97,7 @@ def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
     ("other", "said"),
     [
         (batches(start=1), "samples or labels"),
-        (batches(size=3), "batch sizes"),
+        (batches(size=3), "differ in size"),
     ],
 )
 def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
@@ -123,7 +123,12 @@ def scored(top1: float, top5: float = 0.75) -> Accuracy:
 
 
 @pytest.mark.parametrize(
-    ("together", "said"), [(0.75, "25.00 points less"), (0.5, "0.00 points less"), (0.375, "12.50 points more")]
+    ("together", "said"),
+    [
+        (0.75, "25.00 percentage points less than the ensemble"),
+        (0.5, "0.00 percentage points less than the ensemble"),
+        (0.375, "12.50 percentage points more than the ensemble"),
+    ],
 )
 def test_the_gain_is_over_the_best_model_alone(together: float, said: str) -> None:
     alone = {"a": scored(0.25), "b": scored(0.5)}

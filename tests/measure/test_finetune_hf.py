@@ -272,7 +272,7 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
     assert stop.value.field == "positions"
     with pytest.raises(SitusError, match="positions=none: applies only to a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
-    with pytest.raises(SitusError, match=r"^drop_path=0.1: .*models of transformers have no drop rate that increases"):
+    with pytest.raises(SitusError, match=r"^drop_path=0.1: .*models of the library transformers have no drop rate"):
         create_backbone(vit, drop_path=0.1)
 
 

@@ -186,6 +186,6 @@ def test_a_model_of_transformers_does_not_go_to_timm(tmp_path: Path, monkeypatch
     other = as_transformers(method.backbone)
     assert as_transformers(other) is other
     method.backbone = other
-    with pytest.raises(SitusError, match="is a model of transformers"):
+    with pytest.raises(SitusError, match="is not a model of the library timm"):
         export_model("run", tmp_path / "x", form="timm")
     assert replace(export_model("run", tmp_path / "x"), notes=[]).library == "transformers"

@@ -248,8 +248,8 @@ def test_a_pair_that_was_stopped() -> None:
     assert "<h1>1 of 1 image was recovered exactly from one step of training, by an honest server.</h1>" in text
     assert "1 of 1 image recovered exactly from one step (best attack patchembed, " in text
     assert "4 to 9 iterations, mean" in text
-    assert "has results for fewer images" in text
-    assert "has results for fewer images" not in make_page(example(poor)).render()
+    assert "has results for only some of the images" in text
+    assert "has results for only some of the images" not in make_page(example(poor)).render()
     assert "topped after 1 of 3 images." in text
     assert ": april against none." in text
 

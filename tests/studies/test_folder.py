@@ -88,9 +88,9 @@ def test_a_folder_without_one_of_its_two_files_holds_no_study(gone: str, tmp_pat
     ("settings", "said"),
     [
         ({"scale": "paper"}, "lacks seeds, study"),
-        ({"study": "mine", "seeds": 0}, "seeds must be >= 1, not 0"),
-        ({"study": "mine", "seeds": True}, "seeds must be >= 1, not True"),
-        ({"study": "mine", "seeds": "2"}, "seeds must be >= 1, not '2'"),
+        ({"study": "mine", "seeds": 0}, "seeds must be an integer >= 1, not 0"),
+        ({"study": "mine", "seeds": True}, "seeds must be an integer >= 1, not True"),
+        ({"study": "mine", "seeds": "2"}, "seeds must be an integer >= 1, not '2'"),
         ({"study": "mine", "seeds": 1}, ""),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_whole_study_is_taken() -> None:
         ("jobs", {}, "jobs: a study without jobs needs"),
         ("cost", {"minutes": {"quick": 3}}, "unknown scale 'quick'; choose one of: paper"),
         ("missing", [{"package": "dense", "why": "w", "columns": ["AP"]}], "unknown name 'AP'; choose one of: top-1"),
-        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l", "job": "b"}]}], "give either at .* or over"),
+        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l", "job": "b"}]}], "set either 'at' .* or 'over'"),
         (
             "curves",
             [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "paper": [1, 2]}]}],

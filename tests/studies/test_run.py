@@ -590,7 +590,7 @@ def test_damaged_notes_are_sentences(study: Path, finished: Path) -> None:
     for seeds in ('"x"', "0"):
         settings.write_text(f'{{"study": "mine", "scale": "paper", "seeds": {seeds}}}')
         for look in (lambda: run(study, out), lambda: read_study(out)):
-            with pytest.raises(SitusError, match=r"settings.json: seeds must be >= 1"):
+            with pytest.raises(SitusError, match=r"settings.json: the number of seeds must be an integer >= 1"):
                 look()
 
 

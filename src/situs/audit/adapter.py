@@ -97,8 +97,8 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         logits, products = record_products(model, images.detach())
         if not logits.requires_grad:
             raise SitusError(
-                f"{backbone.name}: the logits do not depend on the parameters, so there is no gradient to audit. "
-                "Check whether the forward method of the model uses torch.no_grad or detach (MODEL)"
+                f"MODEL {backbone.name}: the logits do not depend on the parameters, so there is no gradient to audit. "
+                "Check whether the forward method of the model uses torch.no_grad or detach"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

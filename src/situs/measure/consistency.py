@@ -35,15 +35,15 @@ RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
-`x` is a sample. `x̃` is the same sample after the patches inside a block mask are shuffled. γ is the share of patches
-in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over the samples. The
-mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code prints the norm.
-Consistency is the share of samples whose answer stays the same, right or wrong.
+`x` is a sample. `x̃` is the same sample after the patches inside a mask of rectangular blocks are shuffled. γ is the
+share of patches in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over
+the samples. The mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code
+prints the norm. Consistency is the share of samples whose answer stays the same, right or wrong.
 
-With the mask hidden, the model does not get the mask: each place keeps its position embedding, so the shuffled patches
-have wrong positions. The numbers then measure the effect of shuffling. With the mask known, the position embeddings
-inside the mask are removed. On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the
-effect of lost positions. The papers do not say if their mask was hidden or known.
+"Mask hidden" means that the model does not know which patches are shuffled: the position embeddings stay in place, so
+the shuffled patches have wrong positions. The numbers then measure the effect of shuffling. "Mask known" means that the
+position embeddings inside the mask are removed. On a plain ViT, shuffling inside the mask then changes nothing, so the
+numbers measure the effect of lost positions. The papers do not say if their mask was hidden or known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -235,7 +235,7 @@ class ConsistencyCurve(Result):
                 mask, index = puzzle(self.grid, torch.zeros(1, dtype=torch.int64), ratio, self.seed)
                 images.append(move_patches(self.example[None].cpu(), self.grid, index)[0])
                 masks.append(mask[0])
-            caption = "One sample at each γ. The block mask is outlined; the patches inside it are shuffled."
+            caption = "One sample at each γ. The mask is outlined; the patches inside it are shuffled."
             titles = [f"γ = {ratio:g}" for ratio in ratios]
             figures.append(Figure("images", caption, "puzzles.outlined", (images, titles, masks, self.grid)))
         return figures

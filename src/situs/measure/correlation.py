@@ -124,7 +124,8 @@ class Correlations(Result):
             f"within one sample, and {last['across']:.2f} across two samples. The features of one sample "
             f"{'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. For the same position in two "
             f"samples, the correlation is {last['across_same']:.2f}, {more} than for different positions. {finding}. "
-            f"The correlation that a shared position adds is largest {where}: {means[peak]['position']:.2f}."
+            f"The difference in correlation between the same position and different positions is largest {where}: "
+            f"{means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
@@ -171,8 +172,8 @@ class Correlations(Result):
             ),
             Figure(
                 "layers",
-                "Each line shows means over pairs of different positions. Only the line "
-                '"2 samples, same position" compares the same position in two samples.',
+                "Each line shows means over pairs of different positions, except the line "
+                '"2 samples, same position". That line compares the same position in two samples.',
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},

@@ -52,9 +52,9 @@ class Ensemble(Result):
         gain, things = 100 * (self.together.top1 - best.top1), self.provenance.things
         text = (
             f"Together the models classify {percent(self.together.top1, 2)} of the {things} right. The best single "
-            f"model ({name}) classifies {percent(best.top1, 2)} right, {abs(gain):.2f} points "
-            f"{'less' if gain >= 0 else 'more'}. At least one model is right on {percent(self.any_right, 2)} of the "
-            f"{things}."
+            f"model ({name}) classifies {percent(best.top1, 2)} right, {abs(gain):.2f} percentage points "
+            f"{'less' if gain >= 0 else 'more'} than the ensemble. At least one model is right on "
+            f"{percent(self.any_right, 2)} of the {things}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -198,7 +198,9 @@ def measure_ensemble(
 def _differs(one: Batch, two: Batch) -> Tensor:
     """How many samples differ in id or label, as a tensor on the device."""
     if one.ids.shape != two.ids.shape:
-        raise SitusError("the models of an ensemble must be tested on the same data, but their batch sizes differ")
+        raise SitusError(
+            "the models of an ensemble must be tested on the same batches of samples, but their batches differ in size"
+        )
     labels = (labels_of(one) != labels_of(two)).flatten().sum()
     return (one.ids != two.ids).sum() + labels
 

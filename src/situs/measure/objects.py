@@ -43,10 +43,10 @@ Precision is averaged over recall from 0 to 1. AP is the mean over the required 
 have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best detections of an image count.
 Detections inside a crowd are ignored.
 
-F1 and the tables of confused classes compare single objects, using only detections with a score of {SURE} or more. Each
-detection is matched to the object (of any class) whose mask overlaps most with the mask of the detection, if this
-overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class, divided by the number of
-objects plus the number of detections.
+F1 and the tables of confused classes count single objects and detections. They use only detections with a score of
+{SURE} or more. Each detection is matched to the object (of any class) whose mask overlaps most with the mask of the
+detection, if this overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class,
+divided by the number of objects plus the number of detections.
 """
 PICTURES = 8
 """How many of the worst images the page shows."""

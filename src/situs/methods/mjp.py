@@ -178,7 +178,7 @@ class MJP(HidesPlaces):
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to predict: choose unknown=False, dal='none' and"
-                " index='none'; then only pixels are shuffled",
+                " index='none'; then MJP only shuffles blocks of pixels",
                 field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid

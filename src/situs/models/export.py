@@ -73,7 +73,7 @@ def export_model(
     backbone = method.backbone
     if form == "timm" and backbone.source.get("library") != "timm":
         raise SitusError(
-            f"{backbone.name}: is a model of transformers, so it cannot be exported for timm", field="form"
+            f"{backbone.name}: is not a model of the library timm, so it cannot be exported for timm", field="form"
         )
     expected = _outputs(method)
     if form == "hf":

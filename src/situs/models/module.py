@@ -189,7 +189,7 @@ def in_eval_mode(module: AnyModule) -> AnyModule:
 
 def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """The module that package.module:name or file.py:name names; a class or function is called with `arguments`."""
-    make = load_code(source, " (MODEL)")
+    make = load_code(source, "MODEL ")
     if not isinstance(make, nn.Module):
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
@@ -199,7 +199,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
             field="model_args",
         )
     if not isinstance(make, nn.Module):
-        raise SitusError(f"{source}: returns {type(make).__name__}; it must return an nn.Module (MODEL)")
+        raise SitusError(f"MODEL {source} returns {type(make).__name__}; it must return an nn.Module")
     return make
 
 

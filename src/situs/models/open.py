@@ -307,14 +307,14 @@ def is_missing(name: str) -> bool:
 def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     if Path(name).suffix in WEIGHT_FILES and Path(name).is_file():
         raise SitusError(
-            f"{name}: contains only weights; also give the timm name, for example vit_small_patch16_224={name} (MODEL)"
+            f"{name}: contains only weights; give MODEL as timm name and file, for example vit_small_patch16_224={name}"
         )
     if weights is None:
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; for the timm model of this name, also give weights: a file, "
-            f"{PUBLISHED!r} (published by timm) or {RANDOM!r}",
+            f"{name}: is neither a run nor an export; for the timm model of this name, set weights to a file, to "
+            f"{PUBLISHED!r} (the weights that timm publishes) or to {RANDOM!r}",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights

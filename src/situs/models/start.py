@@ -178,7 +178,7 @@ def _config_of(model: Model) -> BackboneConfig:
     """The config that makes an open model's backbone again."""
     backbone = model.backbone
     if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
-        kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
+        kind = "your own module" if isinstance(backbone, OwnModule) else "a module of the library transformers"
         advice = "" if isinstance(backbone, OwnModule) else "; save the module (save_pretrained) and give the folder"
         raise SitusError(
             f"{model.name}: is {kind}; a run cannot start from this module, because Situs cannot build "

@@ -40,8 +40,9 @@ from situs.results import Cell
 
 EXACTLY = (
     f"'Recovered exactly' means a PSNR of {EXACT:g} dB or more. The mean error is then less than half of one grey "
-    f"level (of 255), which is invisible. {BEST_PSNR:g} dB means no error at all. If an image was recovered byte for "
-    "byte, the attacker knows that the recovery is exact, because no other bytes fit the equations of the attack."
+    f"level (of 255), which is invisible. A recovery without any error is shown as {BEST_PSNR:g} dB. If an image was "
+    "recovered byte for byte, the attacker knows that the recovery is exact, because no other bytes fit the equations "
+    "of the attack."
 )
 
 ALONE = "not defined for a single image."
@@ -68,9 +69,9 @@ recognisable images. Only a pass has the exit status 0, so CI stops in all other
 """
 
 FURTHER = """
-Audit as many images as you can, because the gate judges only the most exposed image. Also try a search (the attack
-`matching`), which may recover more. Only differential privacy with a small ε protects against every attack, and an
-audit does not measure ε.
+Audit as many images as you can: the gate judges only the most exposed image of the audit, and a few images may not
+include a very exposed one. Also try a search (the attack `matching`), which may recover more. Only differential privacy
+with a small ε protects against every attack, and an audit does not measure ε.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -307,7 +308,7 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " If an attack has results for fewer images, its row shows the mean over these images only." if fewer else ""
+    some = " If an attack has results for only some of the images, its row shows the mean over these." if fewer else ""
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",

@@ -13,8 +13,8 @@ from situs.report import figures
 from situs.report.html import Page, Section
 
 SHUFFLED = (
-    "the original is the image before the shuffle. In the shuffled image the patches of a block mask have changed "
-    "their positions, as in MJP's training"
+    "the original is the image before the shuffle. In the shuffled image, the patches inside a mask of rectangular "
+    "blocks have changed their positions, as in MJP's training"
 )
 
 UNINFORMED = (
@@ -24,12 +24,14 @@ UNINFORMED = (
 
 ORDERED = """
 The informed attacker restores the original order, but setting (b) compares the reconstruction with the shuffled image.
-The best-match PSNR below and setting (c) show that all patches were recovered.
+The numbers in setting (b) are therefore low, even if all patches were recovered. The best-match PSNR below and setting
+(c) show how well the patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), an attack on a model without MJP can recover only the shuffled image, not the original. The gradients
-of this model do not reveal which patches were moved, so no attacker can restore their order.
+In setting (c), a model without MJP is also trained on the shuffled image, so an attack on it can recover only this
+image, not the original. The gradients of this model do not reveal which patches were moved, so no attacker can restore
+their order.
 """
 
 PUBLISHED = [

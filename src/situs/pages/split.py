@@ -164,11 +164,11 @@ def texts_page(audit: text.PromptAudit) -> Page:
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     best = max(attacked, key=lambda row: (row.whole, row.shares["tokens"]), default=None)
-    first = "Nothing was attacked, so this page does not judge the texts."
+    first = "Nothing was attacked, so this page does not tell whether the texts are private."
     if best is not None:
         texts = f"{best.whole} of {counted(best.count, 'texts')} word for word"
-        words = f"{percent(best.shares['tokens'])} of all words"
-        first = f"An honest server reads {texts}, and {words} (setting: {best.defence})."
+        words = f"{percent(best.shares['tokens'])} of the words of all texts"
+        first = f'In the setting "{best.defence}", an honest server recovers {texts}, and {words}.'
     page.lead = f"{first}\n\n{audit.verdict}"
     names = {row.defence: row.defence + ", stopped" * (row.status == "stopped") for row in attacked}
     for row in attacked[:3]:

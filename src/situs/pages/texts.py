@@ -81,9 +81,9 @@ def page(audit: TextAudit) -> Page:
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
-        "candidates: sentences that were recovered completely, and sentences that the attacker can pick with a "
-        "probability above 99 % from candidates that differ in one word. A dash in the column of seconds means that "
-        "the row has the same result as the row above."
+        "candidates: sentences that were recovered completely, plus sentences that the attacker picks, with a "
+        "probability above 99 %, out of versions of the sentence that differ in one word. A dash in the column of "
+        "seconds means that the row has the same result as the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):

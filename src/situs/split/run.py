@@ -146,10 +146,8 @@ def _check(config: RunConfig) -> None:
             field="method",
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
-        field = "dp" if config.dp.on else "tuning.parts"
-        raise SitusError(
-            f"{field}: leave this field out, because split training trains every weight and has no DP-SGD", field=field
-        )
+        field, why = ("dp", "has no DP-SGD") if config.dp.on else ("tuning.parts", "trains every weight")
+        raise SitusError(f"{field}: leave this field out, because split training {why}", field=field)
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     if distributed.world() > 1:

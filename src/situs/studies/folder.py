@@ -328,7 +328,9 @@ _BESIDE = ("seed", "taken", "weights")
 def _seeds_of(path: Path, settings: Mapping[str, Any]) -> int:
     seeds = settings.get("seeds")
     if type(seeds) is not int or seeds < 1:
-        raise SitusError(f"{path / SETTINGS}: seeds must be >= 1, not {seeds!r}", field="folder")
+        raise SitusError(
+            f"{path / SETTINGS}: the number of seeds must be an integer >= 1, not {seeds!r}", field="folder"
+        )
     return seeds
 
 

@@ -151,14 +151,15 @@ class Job(Checked):
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
             raise SitusError(
-                f"verb={self.verb!r}: does not train; preset and change apply only to verbs that train",
+                f"verb={self.verb!r}: does not train; 'preset' and 'change' apply only to verbs that train",
                 field="preset",
             )
         if self.after and self.model:
             raise SitusError("after and model: give only one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:
             raise SitusError(
-                f"after: {self.verb} needs a model; give after (the job that trains the model) or model", field="after"
+                f"after: {self.verb} needs a model; set 'after' (the job that trains the model) or 'model'",
+                field="after",
             )
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
@@ -270,7 +271,7 @@ class Line(Checked):
                 )
         if self.job and bool(self.at) == bool(self.over):
             raise SitusError(
-                "at, over: give either at (the x values) or over (the path of the x values in the job's output)",
+                "at, over: set either 'at' (the x values) or 'over' (the path of the x values in the job's output)",
                 field="at",
             )
 
@@ -421,8 +422,8 @@ class Study(Checked):
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
             raise SitusError(
-                "measured: must give the date and the machine, because some rows or lines have the key ours "
-                "(measured numbers)",
+                "measured: must give the date and the machine, because some rows of tables or lines of curves have "
+                "measured numbers (the key 'ours')",
                 field="measured",
             )
         names = {entry.name for entry in (*rows, *self._lines())}

@@ -197,8 +197,8 @@ class StudyList:
         return (
             f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are given for {machine} and "
             "one "
-            'seed (~ marks an estimate). For each table, the columns "the paper\'s numbers" and "ours" show the count '
-            "of all numbers, and the smallest and the largest number in the first column."
+            'seed (~ marks an estimate). The columns "the paper\'s numbers" and "ours" show how many numbers each '
+            "table or figure has, and the smallest and the largest number of its first column."
         )
 
     def tables(self) -> Iterator[Printed]:

@@ -188,8 +188,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         notes.append(
             "The model was trained without positions. But the forward pass of the library (timm or transformers) still "
             f"applies the {' and '.join(map(_WORDS.__getitem__, remaining))}, which is not a weight that could "
-            "be set to zero. Therefore the library's forward pass does not give the trained features. Use situs "
-            "features to get the trained features."
+            "be set to zero. Therefore the library's forward pass does not give the trained features. The "
+            "command `situs features` gives them."
         )
     return notes, bool(remaining)
 

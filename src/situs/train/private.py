@@ -237,7 +237,7 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
             os.fsync(file.fileno())
     except OSError as error:
         raise SitusError(
-            f"{path}: the secret of the noise cannot be read or written: {error.strerror or error}"
+            f"{path}: the file with the secret seed of the noise cannot be read or written: {error.strerror or error}"
         ) from error
     return Secret(value), False
 
@@ -421,7 +421,10 @@ class Private:
         noise, rate, sentence = self.plan(method, loader, total)
         self.secret, existed = secret_of(run.path)
         if run.resumed and not existed:
-            note("the secret of the noise (dp.secret) is missing, so the run continues with a new secret")
+            note(
+                "the file with the secret seed of the noise (dp.secret) is missing, so the run continues with a new "
+                "secret"
+            )
         note(sentence)
         mechanism = Mechanism(self.secret, noise, dp.clip, loader.global_batch)
         return partial(PrivateStepper, mechanism=mechanism), Ledger(noise, rate, dp.delta)

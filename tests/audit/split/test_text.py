@@ -66,7 +66,8 @@ def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
 def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
     page = make_page(audit).render()
     assert make_page(audit).lead.startswith(
-        "An honest server reads 2 of 2 texts word for word, and 100.0 % of all words"
+        'In the setting "depth 0", an honest server recovers 2 of 2 texts word for word, and 100.0 % of the words of '
+        "all texts."
     )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page
     assert audit.private and "words that the server reads, for each strength of the noise" in page
@@ -157,7 +158,9 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     page = make_page(found).render()
     assert "depth 1, stopped" in page
     nothing = replace(found, findings=[finding_of(str(row), 4, attack=PROMPTS) for row in found.rows])
-    assert make_page(nothing).lead.startswith("Nothing was attacked, so this page does not judge the texts.")
+    assert make_page(nothing).lead.startswith(
+        "Nothing was attacked, so this page does not tell whether the texts are private."
+    )
     with pytest.raises(SitusError, match=r"takes no images, .* give a \.txt file") as caught:
         situs.audit_split(open_model(files["bert"], any_weights=True), [])
     assert caught.value.field == "data"

@@ -624,7 +624,7 @@ def test_missing_transformers_names_the_extra(monkeypatch):
 
 def test_a_name_that_is_no_folder_is_refused(tmp_path):
     for name in ("hf:bert-base-uncased", f"hf:{tmp_path}"):
-        with pytest.raises(SitusError, match=r"is not a folder with a config.json of transformers"):
+        with pytest.raises(SitusError, match=r"is not a folder with a config.json of the library transformers"):
             create_backbone(name)
 
 

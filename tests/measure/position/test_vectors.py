@@ -89,7 +89,7 @@ def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part(
         torch.equal(look.table.rows, tables_of(model.backbone)[0].rows)
         for look, model in zip(found.looks, models, strict=True)
     )
-    assert "did not use its positions" in found.looks[1].note
+    assert "did not use its position vectors" in found.looks[1].note
     made = found.provenance
     assert (made.facts["folds"], made.facts["seed"], [origin.name for origin in made.of]) == (4, 5, ["one", "two"])
     assert made.facts["torch"] == torch.__version__.partition("+")[0] and made.facts["timm"] == timm.__version__

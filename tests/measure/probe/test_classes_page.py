@@ -66,7 +66,8 @@ def test_places_of_two_models_stand_side_by_side() -> None:
     said = found.summary()
     assert said.sentence == (
         "A linear classifier predicts the right position for 75.00 % of the patches that lost their position (chance "
-        "50.00 %), with a mean error of 1.50 patches. For b, this share is 75.00 %, and the mean error is 0.75 patches."
+        "50.00 %), with a mean error of 1.50 patches. For b, the share of right predictions is 75.00 %, and the mean "
+        "error is 0.75 patches."
     )
     assert [list(row) for row in said.tables[0].rows] == [
         ["a", "75.00", 1.5, 2.0, 12, 20],

@@ -38,7 +38,9 @@ def test_the_words_hold_the_figures() -> None:
         anomalies=Anomalies("o", "val", 0.4, 50, 150, 20),
     )
     said = result.summary().sentence
-    assert "50.0 % of corrupted images" in said and "a raw mCE of 50.0 %" in said and "80.0 % of clean images" in said
+    assert (
+        "50.0 % of the corrupted images" in said and "raw mCE: 50.0 %" in said and "80.0 % of the clean images" in said
+    )
     assert "12.5 % (AURRA: 25.0 %)" in said
     assert "o with an AUPR of 40.0 % (chance: 25.0 %)" in said
     rows = {row[0]: row[1:] for row in result.summary().tables[-1].rows}

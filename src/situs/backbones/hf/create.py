@@ -150,8 +150,8 @@ def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
     """The requested settings as entries of a transformers config; those without an entry are refused."""
     if wanted.drop_path:
         raise SitusError(
-            f"drop_path={wanted.drop_path}: applies only to timm models, because models of transformers have no drop "
-            "rate that increases from block to block",
+            f"drop_path={wanted.drop_path}: applies only to timm models, because models of the library transformers "
+            "have no drop rate that increases from block to block",
             field="backbone.drop_path",
         )
     entries = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
@@ -177,8 +177,8 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
         raise SitusError(
-            f"{source}: is not a folder with a config.json of transformers; give a model of the Hugging Face "
-            "hub as hf:OWNER/NAME@COMMIT"
+            f"{source}: is not a folder with a config.json of the library transformers; give a model of the "
+            "Hugging Face hub as hf:OWNER/NAME@COMMIT"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))

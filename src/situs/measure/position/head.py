@@ -131,7 +131,7 @@ class PositionGrid(Result):
         return [
             Figure(
                 "grid",
-                "Percentage of dropped positions that are predicted right. The run was trained at "
+                "Percentage of right predictions among the visible patches without a position. The run was trained at "
                 f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
                 ({"": (values, "positions predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],

@@ -286,11 +286,11 @@ another reader, or more samples, may find more. A further regression reads the p
 fitted on some positions, and tested on the others. The readers of the features are fitted on all positions, and tested
 on other samples.
 
-Another test shuffles the patches inside a block mask. γ is the share of patches in the mask. Diff.Norm is the mean
-distance between the vectors that the classifier reads before and after the shuffle. With the mask hidden, the model
-does not get the mask: each place keeps its position embedding, so the shuffled patches have wrong positions. With the
-mask known, the patches in the mask lose their positions. `situs evaluate consistency` measures this effect in more
-detail.
+Another test shuffles the patches inside a mask of rectangular blocks. γ is the share of patches in the mask. Diff.Norm
+is the mean distance between the vectors that the classifier reads before and after the shuffle. "Mask hidden" means
+that the model does not know which patches are shuffled: the position embeddings stay in place, so the shuffled patches
+have wrong positions. "Mask known" means that the patches in the mask lose their positions. `situs evaluate consistency`
+measures this effect in more detail.
 
 Permutation equivariance means: if the tokens are permuted before the blocks, the output is permuted in the same way,
 and the gradients of all weights stay the same. With RoPE, the rotations are permuted together with the tokens.
@@ -501,9 +501,9 @@ def _source(audit: PositionAudit) -> str:
     content = last[REMOVED].error
     if last[REMOVED].left >= UNSURE:
         return (
-            f"With the positions removed, the error is {content:.2f} patches, so a linear reader fitted on "
-            f"{audit.probed.fitted} samples finds no position in the content. The features know positions only from "
-            "the position embeddings."
+            f"With the positions removed, the error is {content:.2f} patches (blind guess: "
+            f"{last[REMOVED].blind_error:.2f}), so a linear reader fitted on {audit.probed.fitted} samples finds no "
+            "position in the content. The features know positions only from the position embeddings."
         )
     return (
         f"For a reader of the content alone (positions removed), the error is {content:.2f} patches. For a reader of "

@@ -49,8 +49,9 @@ predicted from it.
 
 This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds. The
 regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D is
-the mean of the errors of row and column. We assume that Table 8 of MJP's paper uses the same units. The reason: on a
-grid of 14 × 14, the 1-D error is 10 to 14 times the 2-D error, also in the paper.
+the mean of the errors of row and column. Situs assumes that Table 8 of MJP's paper defines its 1-D and 2-D errors in
+the same way. The reason: on a grid of 14 × 14, the 1-D error is 10 to 14 times the 2-D error, both here and in the
+paper.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -107,8 +108,8 @@ class TableAnalysis:
             )
         if count < 2 * channels:
             return (
-                f"{counts}. These positions are hardly enough, so the regression overfits. For a table without "
-                "information the regression is worse than a blind guess."
+                f"{counts}. These positions are hardly enough for the regression, so the regression overfits. For a "
+                "table without information the regression is worse than a blind guess."
             )
         return ""
 
@@ -249,7 +250,7 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
     if not opened:
         raise SitusError("name at least one model", field="model")
     for name, model in opened.items():
-        note = "" if model.positions else "In training, this model did not use its positions."
+        note = "" if model.positions else "In training, this model did not use its position vectors."
         tables = tables_of(model.backbone)
         looks += [look_at(name, table, folds=folds, seed=seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=folds, seed=seed)

@@ -274,8 +274,8 @@ class PositionProbes(Probes[PositionProbe]):
         )
         if len(probes) > 1:
             sentence += (
-                f" For {names[-1]}, this share is {percent(last.score.accuracy, 2)}, and the mean error is "
-                f"{last.distance:.2f} patches."
+                f" For {names[-1]}, the share of right predictions is {percent(last.score.accuracy, 2)}, and the mean "
+                f"error is {last.distance:.2f} patches."
             )
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]

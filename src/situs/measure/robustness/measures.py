@@ -259,9 +259,9 @@ class Robustness(Result):
             scores = self.scores
             ranked = sorted(scores.errors, key=scores.errors.__getitem__)
             best, worst = ranked[0], ranked[-1]
-            beside = "" if self.clean is None else f", and {percent(self.clean.top1)} of clean images"
+            beside = "" if self.clean is None else f", and {percent(self.clean.top1)} of the clean images"
             sentences.append(
-                f"The model classifies {percent(1 - scores.raw)} of corrupted images right (a raw mCE of "
+                f"The model classifies {percent(1 - scores.raw)} of the corrupted images right (raw mCE: "
                 f"{percent(scores.raw)}){beside}."
             )
             if worst != best:

@@ -74,8 +74,8 @@ def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, ou
     if names is None:
         if len(classes) != outputs:
             raise SitusError(
-                f"{what}: has {counted(len(classes), 'classes')}, but the classifier has {outputs} outputs without "
-                "names; give the class name of each output, in the order of the outputs",
+                f"{what}: has {counted(len(classes), 'classes')}, but the classifier has {outputs} outputs, and their "
+                "class names are unknown; give the class name of each output, in the order of the outputs",
                 field="class_list",
             )
         return list(range(outputs))
