@@ -59,7 +59,7 @@ class DataConfig(_Tables):
     language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Ratio of the samples that are held out for evaluation, if the data has neither val nor test. The choice depends
+    """Fraction of the samples that are held out for evaluation, if the data has neither val nor test. The choice depends
     only on file names, so it stays the same. Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None

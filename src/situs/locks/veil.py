@@ -46,7 +46,7 @@ Run = Callable[[Tensor, Tensor | None, Taps], Tensor]
 Kind = Literal["none", "noise", "lowpass", "batch-shuffle"]
 STRENGTHS = {
     "noise": "noise=σ, a multiple of the patch tokens' standard deviation, > 0",
-    "lowpass": "lowpass=r, the ratio of frequencies that remain, in (0, 1]",
+    "lowpass": "lowpass=r, the fraction of frequencies that remain, in (0, 1]",
     "batch-shuffle": "batch-shuffle or batch-shuffle=B, the number of samples that exchange their tokens, >= 2",
 }
 PERMUTED = ("rows", "columns")

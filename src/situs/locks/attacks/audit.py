@@ -234,12 +234,12 @@ channels. If most channels are right, fewer tries are enough: the attacker swaps
 Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if the unlocked model is
 better than the locked model on the test set, by more than two standard errors. The attacker `images` searches without
 the true key for the highest score J. J measures how well the correlations between the channels of the locked part agree
-with those of the unlocked part. A failed search has a low J, like searches from random starts. Inner groups (MLP units,
+with those of the unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units,
 heads and their channels) are not counted, because permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
-    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less than these attackers.",
     False: "A better attack may exist, so the strength may be lower. A lock is obfuscation, not encryption.",
 }
 """Whether no bit is left -> what the strength means."""

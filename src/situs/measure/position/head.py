@@ -126,7 +126,7 @@ class PositionGrid(Result):
             [math.nan if (share := shares[row, column]) is None else 100 * share for column in across] for row in gammas
         ]
         highest = 100 * max(share for share in shares.values() if share is not None)
-        labels = ("γ_pos, share of visible patches without a position", "γ, share of patches masked")
+        labels = ("γ_pos, fraction of visible patches without a position", "γ, fraction of patches masked")
         gamma, gamma_pos = self.trained
         return [
             Figure(

@@ -141,7 +141,7 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
             f"{root / name}.npy: must contain uint8 images of the shape [5 n, H, W, C], but contains {images.dtype} "
-            f"{images.shape}. {_LABELS} must contain labels of the shape [5 n], but its shape is {labels.shape}",
+            f"{images.shape}. {_LABELS} must contain labels of the shape [5 n]; its shape is {labels.shape}",
             field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)
