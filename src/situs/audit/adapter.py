@@ -51,7 +51,8 @@ def adapt(
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
     for field, value in (("weight", weight), ("table", table)):
         if value is not None and f"model.{value}" not in parameters:
-            raise SitusError(f"{field}={value}: {backbone.name} has no parameter of this name ({field})")
+            reason = f"{backbone.name} has no parameter of this name; its named_parameters() has all names"
+            raise SitusError(f"{field}={value}: {reason}")
     names = [None if value is None else f"model.{value}" for value in (weight, table)]
     backbone.table = names[1]
     frozen = [value for value in names if value is not None and not parameters[value].requires_grad]
@@ -98,7 +99,7 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         if not logits.requires_grad:
             raise SitusError(
                 f"{backbone.name}: the logits do not depend on the parameters, so there is no gradient to audit. "
-                "Check whether the forward method of the model uses torch.no_grad or detach (MODEL)"
+                "Check whether the forward method of MODEL uses torch.no_grad or detach"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

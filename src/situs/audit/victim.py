@@ -166,11 +166,12 @@ def _check_loss(model: Model, *, single: bool) -> None:
     """Refuses a model without a gradient to audit."""
     for name, weight in model.backbone.named_parameters():
         if not bool(weight.isfinite().all()):
-            raise SitusError(f"{model.name}: {name} contains NaN or infinity, so no gradient is finite (MODEL)")
+            reason = f"{name} contains NaN or infinity, so no gradient is finite; give another MODEL"
+            raise SitusError(f"{model.name}: {reason}")
     if single and outputs_of(model) == 1:
         raise SitusError(
             f"{model.name}: has a single output, so its cross entropy is always 0 and there is no gradient to audit; "
-            "give a model with two or more classes (MODEL)"
+            "give a MODEL with two or more classes"
         )
 
 

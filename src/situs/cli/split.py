@@ -52,8 +52,8 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give either a folder of certificates, or plaintext (nothing is encrypted); for tests, situs split "
-                "certs makes a folder of certificates",
+                "give either --tls with a folder of certificates, or --plaintext (then nothing is encrypted); for "
+                "tests, the command `situs split certs` makes a folder of certificates",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)

@@ -32,7 +32,7 @@ else:
         bases=(Checked,),
         frozen=True,
     )
-    """Settings that apply to only one modality: the tables audio, masks, objects, text and series."""
+    """The settings of single modalities, in one table each: `audio`, `masks`, `objects`, `text` and `series`."""
 
 
 @dataclass(frozen=True)
