@@ -245,7 +245,7 @@ class Train(Recipe, ClientArgs):
         note(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
         assert folder is not None
         note(next_line(["split", "infer", folder, *self.again()]))
-        note("if you also have the server's folder, situs split merge joins both parts into one run")
+        note("if you also have the server's folder, `situs split merge` joins both parts into one run")
         return 0
 
 

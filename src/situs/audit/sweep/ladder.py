@@ -401,7 +401,7 @@ def verdict(search: Remedies) -> str:
     }  # whole batches
     unseen = f"{counted(min(counts), 'images')}{' or more' * (len(counts) > 1)}"
     others = [remedy.defence for remedy in search.remedies if remedy.named is None and not remedy.cut]
-    left = f" For these defences, the search found no setting that passes: {', '.join(others)}." if others else ""
+    left = f" Defences for which the search found no setting that passes: {', '.join(others)}." if others else ""
     return (
         f"These settings pass the gate {search.limit}: {named}. Each setting was tested on {unseen} that the search "
         f"did not use. The attacks were {', '.join(search.attacks)}; another attack may recover more.{left}"
