@@ -389,8 +389,8 @@ def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind
         return finetune_config(config, source, positions)
     if config.init is None:
         raise SitusError(
-            "the initial weights are missing; give a pretrained model, a weight file together with the name of its model, "
-            "or a run to resume",
+            "the initial weights are missing; give a pretrained model, or a weight file together with the name of "
+            "its model, or a run to resume",
             field=("source", "init", "backbone.name", "resume"),
         )
     check_labelled(config)

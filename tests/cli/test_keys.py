@@ -74,7 +74,7 @@ def test_withheld_parts(
     locked, second, opened = (tmp_path / name for name in ("locked", "second", "open"))
     words = ["lock", str(model), "--key", str(key), "--out", str(locked), *flags]
     assert main([*words, "--withheld", str(second)]) == 2
-    assert "choose the parts with withhold (--withhold)" in capsys.readouterr().err
+    assert "name the parts in the option `withhold` (--withhold)" in capsys.readouterr().err
     assert main([*words, "--withhold", "head"]) == 2
     assert "withhold='head': must be embedding or blocks=K" in capsys.readouterr().err
     assert main([*words, "--withhold", "embedding,blocks=1", "--withheld", str(second)]) == 0

@@ -41,10 +41,13 @@ def test_chosen_weights_end_with_3_and_others_with_0(
 
 def test_mistakes_are_one_sentence(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     for words, reason in (
-        ([files["honest"], "--like", "random", "--verify"], "give one of them"),
+        ([files["honest"], "--like", "random", "--verify"], "give only one of them"),
         ([files["honest"], "--like", "no/such/model"], "no/such/model"),
         (["vit_tiny_patch16_224", "--like", "random"], "set weights to a file"),
-        ([files["honest"], "--like", "random", "--steps", "1"], "steps: applies only with verify; leave steps out"),
+        (
+            [files["honest"], "--like", "random", "--steps", "1"],
+            "--steps applies only with --verify; leave --steps out",
+        ),
     ):
         assert main(["info", *words, *SHAPE]) == 2
         error = capsys.readouterr().err

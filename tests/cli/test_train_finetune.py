@@ -110,8 +110,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "the initial weights are missing; give a pretrained model, a weight file with the name of its model, or a "
-        "run to resume (--from, --init, --backbone, --resume)"
+        "the initial weights are missing; give a pretrained model, or a weight file together with the name of its "
+        "model, or a run to resume (--from, --init, --backbone, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
         f"give the initial model ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"

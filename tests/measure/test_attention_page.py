@@ -50,7 +50,7 @@ def test_a_head_is_local_below_half_the_distance_of_uniform_attention(near: int,
     )
     assert "head 1 of layer 2 (2.00 nats, like uniform attention to 7.4 of 8 tokens) has the widest" in sentence
     # A tenth of six places is 0.6 of the brightest one.
-    assert sentence.startswith("In layer 2, the most attended tenth of the patches receives 45 % of the attention")
+    assert sentence.startswith("In layer 2, 45 % of the attention from CLS to patches goes to one tenth of the patches")
     assert result.numbers()["uniform_distance"] == pytest.approx(mean)
     assert f"a distance of {mean:.1f} patches on this 2×3 grid" in result.figures()[1].caption
 

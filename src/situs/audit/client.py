@@ -81,7 +81,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
 def honest_only(config: StepConfig) -> None:
     """Refuses a server that chooses the weights."""
     if config.server != "honest":
-        reason = f"server={config.server}: situs audit sweep assumes an honest server; remove this option"
+        reason = f"server={config.server}: `situs audit sweep` assumes an honest server; remove this option"
         raise SitusError(reason, field="server")
 
 

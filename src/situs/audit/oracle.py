@@ -71,8 +71,8 @@ class Oracle(Attack):
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
         "a bound, not an attack. The oracle knows the image, linearises the upload around this image, and computes "
-        "how much of the image remains under the noise. If the oracle's result is above the limit of a gate, the "
-        "result of an unknown attack may be above this limit too"
+        "how much of the image can be recovered despite the noise. If the oracle's result is above the limit of "
+        "a gate, the result of an unknown attack may be above this limit too"
     )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:  # noqa: ARG002

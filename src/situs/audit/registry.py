@@ -22,7 +22,7 @@ class Lock:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        proves = "the ratio of the key that was recovered, if the auditor has the true key"
+        proves = "the fraction of the key that was recovered, if the auditor has the true key"
         for name, attack in LOCK.items():
             yield Card(name, "lock", attack.needs, proves, "ours", attack.about, "benchmarks/lock_attacks.py")
 

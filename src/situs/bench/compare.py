@@ -87,7 +87,9 @@ class StepComparison(Result):
                 "not show the effect of the code alone."
             )
         elif self.differs:
-            yield "The code is not the only difference between the two measurements: see the table of other differences."
+            yield (
+                "The code is not the only difference between the two measurements: see the table of other differences."
+            )
         if any(pair.verdict == UNDECIDED for pair in self.pairs):
             yield f"If a table has fewer than {ENOUGH} repeats, a change cannot be distinguished from noise."
         yield from (f"only in {case}" for case in self.alone)

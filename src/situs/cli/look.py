@@ -59,7 +59,8 @@ class Info(NamedArgs):
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
-            raise SitusError("verify and like cannot be used together; give one of them", field=("verify", "like"))
+            reason = "--verify and --like cannot be used together; give only one of them"
+            raise SitusError(reason, field=("verify", "like"))
         if self.verify:
             from situs.locks import verify
 
@@ -69,11 +70,9 @@ class Info(NamedArgs):
             return None
         for name in ("steps", "tokens", "seed", *(("device", "out") if self.like is None else ())):
             if getattr(self, name) != getattr(Info, name):
-                raise SitusError(
-                    f"{name}: applies only with {'verify or like' if name in ('device', 'out') else 'verify'}; leave "
-                    f"{name} out",
-                    field=(name, "verify"),
-                )
+                needed = "--verify or --like" if name in ("device", "out") else "--verify"
+                reason = f"--{name} applies only with {needed}; leave --{name} out"
+                raise SitusError(reason, field=(name, "verify"))
         if self.like is not None:
             return self._check(self.like)
         from situs.models.describe import describe

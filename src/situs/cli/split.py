@@ -52,8 +52,8 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give either a folder of certificates, or plaintext (nothing is encrypted); for tests, situs split "
-                "certs makes a folder of certificates",
+                "give either --tls with a folder of certificates, or --plaintext (then nothing is encrypted); for "
+                "tests, the command `situs split certs` makes a folder of certificates",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)
@@ -245,7 +245,7 @@ class Train(Recipe, ClientArgs):
         note(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
         assert folder is not None
         note(next_line(["split", "infer", folder, *self.again()]))
-        note("if you also have the server's folder, situs split merge joins both parts into one run")
+        note("if you also have the server's folder, `situs split merge` joins both parts into one run")
         return 0
 
 
@@ -294,7 +294,7 @@ class Infer(ClientArgs):
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
     """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). If
-    RUN comes from situs split train, the defence is always the same as in training."""
+    RUN is the output folder of situs split train, the defence is always the same as in training."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the withheld parts of the locked model (made by situs lock --withhold)."""

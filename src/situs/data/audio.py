@@ -210,7 +210,7 @@ class AudioAugment(Checked):
     """Largest random shift of a clip, in either direction. Silence fills the gap."""
 
     noise_share: Share = 0.8
-    """Ratio of clips with background noise."""
+    """Fraction of clips with background noise."""
 
     noise_level: NotNegative = 0.1
     """Largest volume of the noise. The volume is drawn uniformly between 0 and this value."""

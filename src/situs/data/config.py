@@ -32,7 +32,7 @@ else:
         bases=(Checked,),
         frozen=True,
     )
-    """Settings that apply to only one modality: the tables audio, masks, objects, text and series."""
+    """The settings of single modalities, in one table each: `audio`, `masks`, `objects`, `text` and `series`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class DataConfig(_Tables):
     language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Fraction of the samples that are held out for evaluation, if the data has neither val nor test. The choice depends
-    only on file names, so it stays the same. Default: a fifth if the method learns labels, otherwise 0."""
+    """Fraction of the samples that are held out for evaluation, if the data has neither val nor test. The choice
+    depends only on file names, so it stays the same. Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
     """Side of the images, or height and width; the default is the model's own image size. For clips, the fields of
@@ -104,7 +104,7 @@ class DataConfig(_Tables):
     """Memory for the window of blocks, over all workers and ranks, in GiB."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """In evaluation: size of the centre crop, as a ratio of the shorter side (0.875 is usual for ImageNet)."""
+    """In evaluation: size of the centre crop, as a fraction of the shorter side (0.875 is usual for ImageNet)."""
 
     mean: tuple[float, ...] = ()
     """Mean of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.5. For clips: the

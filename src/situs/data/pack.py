@@ -161,7 +161,8 @@ def pack(
     except OSError as error:
         reason = reason_of(error)
         raise SitusError(
-            f"{out}: could not be written: {reason}; run the same command again to continue from the packed part",
+            f"{out}: could not be written: {reason}; run the same command again to continue after the "
+            "last complete shard",
             field="out",
         ) from error
 

@@ -94,7 +94,7 @@ def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[
         yield "Every file except manifest.json is encrypted with the same key. The manifest shows names and shapes."
     yield (
         "A lock is obfuscation, not encryption: an attacker with the original model can match the channels and "
-        f"compute the key. situs audit lock {out} measures how easy this is."
+        f"compute the key. The command `situs audit lock {out}` measures how easy this is."
     )
 
 
@@ -147,8 +147,8 @@ def lock(
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
         raise SitusError(
-            f"withheld={withheld}: names a file for withheld parts, but no part is withheld; choose the parts with "
-            "withhold",
+            f"withheld={withheld}: names a file for withheld parts, but no part is withheld; name the parts in the "
+            "option `withhold`",
             field="withhold",
         )
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
@@ -384,7 +384,7 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked. The file was altered, or belongs to another "
-            "model. Use the option retrained only after authorised training, because this option accepts changed "
+            "model. Use the option `retrained` only after authorised training, because this option accepts changed "
             "tensors without a check",
             field="retrained",
         )
@@ -402,7 +402,8 @@ def _unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so it cannot have been trained since the lock; open it without the option retrained",
+            f"{folder}: is sealed, so it cannot have been trained since the lock; open it without the option "
+            "`retrained`",
             field="retrained",
         )
     weights = files.weight_files(folder)

@@ -499,9 +499,9 @@ class LabelAccuracy(Result):
         scores, name = self.scores, self.provenance.name
         sentence = (
             f"{name} predicts {percent(scores.accuracy, 2)} of the labels of {self.provenance.counted(scores.count)} "
-            f"right, as a mean over {counted(len(self.classes), 'classes')}. A model that always gives the more "
-            f"frequent answer (present or absent) for each class predicts {percent(scores.majority, 2)} right. "
-            f"The mean average precision of {name} is {percent(scores.mean_ap, 2)}."
+            f"right, as a mean over {counted(len(self.classes), 'classes')}. If a model always gave the more "
+            f"frequent answer for each class (present or absent), it would predict {percent(scores.majority, 2)} of "
+            f"the labels right. The mean average precision of {name} is {percent(scores.mean_ap, 2)}."
         )
         shares = [percent(share, 2) for share in (scores.mean_ap, scores.accuracy, scores.f1, scores.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]

@@ -98,11 +98,11 @@ class Attention(Result):
         local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
         locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
-            f"In layer {shown.layer + 1}, the most attended tenth of the patches receives "
-            f"{percent(shown.brightest_tenth, 0)} of the attention that {'CLS' if shown.cls else 'the average patch'} "
-            f"pays to patches. Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, and "
-            f"{self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is local if "
-            "its mean distance is less than half the distance of uniform attention)."
+            f"In layer {shown.layer + 1}, {percent(shown.brightest_tenth, 0)} of the attention from "
+            f"{'CLS' if shown.cls else 'the average patch'} to patches goes to one tenth of the patches (those with "
+            f"the most attention). Of {layers * heads} heads, {self._head(low)} has the most concentrated attention, "
+            f"and {self._head(high)} has the widest. {locals_.get(local, f'{local} heads are local')} (a head is local "
+            "if its mean distance is less than half the distance of uniform attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [
@@ -117,7 +117,7 @@ class Attention(Result):
             (f"{survey.distance.min():.1f}", "patches: mean distance of the most local head"),
             (
                 percent(shown.brightest_tenth, 0),
-                "of the patch attention goes to the most attended tenth of the patches",
+                "of the attention to patches goes to one tenth of the patches",
             ),
         )
         return Summary(sentence, (Table(title, header, rows),), numbers=numbers)

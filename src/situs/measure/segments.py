@@ -63,7 +63,7 @@ class Inference(Checked):
     allows whole."""
 
     overlap: Annotated[float, Within("[0, 1)")] = 1 / 3
-    """With mode=slide: smallest overlap of neighbouring windows, as a ratio of the window."""
+    """With mode=slide: smallest overlap of neighbouring windows, as a fraction of the window."""
 
 
 class Segmented(NamedTuple):

@@ -38,11 +38,11 @@ class DropPosConfig(Checked):
     retired: ClassVar = RETIRED["droppos"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """γ: ratio of patches that are hidden from the encoder."""
+    """γ: fraction of patches that are hidden from the encoder."""
 
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
-    """γ_pos: ratio of visible patches whose position is dropped. With a ratio of 1, no patch keeps its position as a
-    hint."""
+    """γ_pos: fraction of visible patches whose position is dropped. With a fraction of 1, no patch keeps its position
+    as a hint."""
 
     decoder_width: Count = 512
     """Width of the decoder's tokens."""

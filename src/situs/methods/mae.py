@@ -36,7 +36,7 @@ class MAEConfig(Checked):
     retired: ClassVar = RETIRED["mae"]
 
     mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
-    """Ratio of patches that are hidden from the encoder."""
+    """Fraction of patches that are hidden from the encoder."""
 
     decoder_width: Count = 512
     """Width of the decoder's tokens."""

@@ -122,7 +122,7 @@ class MJPConfig(Checked):
     retired: ClassVar = RETIRED["mjp"]
 
     mask_ratio: Share = 0.03
-    """γ: ratio of shuffled patches. Paper: .03 for accuracy, up to .27 for consistency."""
+    """γ: fraction of shuffled patches. Paper: .03 for accuracy, up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
     """What is shuffled. jigsaw: the masked patches, among themselves (JP). spp: all patches, and the pixels within

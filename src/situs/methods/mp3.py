@@ -37,12 +37,12 @@ class MP3Config(Checked):
     retired: ClassVar = RETIRED["mp3"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """η: ratio of masked patches. They attend to the other patches, but no patch attends to them. The paper uses .5 on
-    CIFAR-100, .8 on Tiny ImageNet and .75 on ImageNet."""
+    """η: fraction of masked patches. They attend to the other patches, but no patch attends to them. The paper uses .5
+    on CIFAR-100, .8 on Tiny ImageNet and .75 on ImageNet."""
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Ratio of patches that keep their position as a hint. The paper uses 0 on images. On speech it uses .05, because
-    the task is too hard without hints."""
+    """Fraction of patches that keep their position as a hint. The paper uses 0 on images. On speech it uses .05,
+    because the task is too hard without hints."""
 
 
 class DrawnContext(Method):

@@ -39,7 +39,7 @@ class PARTConfig(Checked):
     """Settings of PART."""
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Ratio of masked patches, as in MP3. They attend to the other patches, but no patch attends to them."""
+    """Fraction of masked patches, as in MP3. They attend to the other patches, but no patch attends to them."""
 
     pairs: Natural = 0
     """Number of patch pairs per sample whose offset is predicted. With 0, it is the number of patches."""

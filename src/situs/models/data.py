@@ -142,7 +142,7 @@ def load_any(
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
             taken = (
-                f"has no splits, so {len(source):,} of its {whole} were used (the ratio that {model.name} holds out)"
+                f"has no splits, so {len(source):,} of its {whole} were used (the fraction that {model.name} holds out)"
             )
             source.notes.append(f"{source.source.name}: {taken}; held_out=0 uses all")
         if chosen is None:
@@ -160,7 +160,9 @@ def load_any(
     if world > max(1, len(source)):  # a rank would have no samples
         few = counted(len(source), source.things)
         raise SitusError(
-            f"{source.name}: has only {few}, but {world} ranks need at least {world}; use fewer ranks", field="count"
+            f"{source.name}: has only {few}, but {world} ranks need at least {world} {source.things}; use more "
+            f"{source.things} or fewer ranks",
+            field="count",
         )
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
@@ -231,7 +233,7 @@ def load_bank(
         raise SitusError(f"{test.source.name}: its classes differ from those of the training split", field="data")
     if unsplit:
         note = (
-            f"{config.path}: has no split for evaluation, so a ratio of {HELD_OUT:g} of the samples is held out, "
+            f"{config.path}: has no split for evaluation, so a fraction of {HELD_OUT:g} of the samples is held out, "
             "chosen by their names"
         )
         learned = model.method is not None and model.method.needs_targets

@@ -9,7 +9,8 @@ from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    "A setting passes the gate of an audit only if five conditions hold. (1) The upload contains noise. (2) A closed-form "
+    "A setting passes the gate of an audit only if five conditions hold. (1) The upload contains noise. (2) A "
+    "closed-form "
     "attack that knows the defence solved every image. (3) The errors of the attack's equations are as large as the "
     "given noise and precision predict. (4) No recovered image exceeds the limit or is better than blind guesses "
     "(within the gate's margins). (5) The oracle (a bound that knows the image) also stays within the limit and the "

@@ -94,7 +94,8 @@ def write_playground(
         )
     if error > TOLERANCE:
         raise SitusError(
-            f"{model.name}: the page fits into {most_mb:g} MB only with weights rounded to 16 bits, but this changes the "
+            f"{model.name}: the page fits into {most_mb:g} MB only with weights rounded to 16 bits, but this changes "
+            "the "
             f"logits by {error:.1e} (at most {TOLERANCE:g} is allowed); allow a larger page",
             field="most_mb",
         )

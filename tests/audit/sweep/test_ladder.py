@@ -198,8 +198,8 @@ def test_the_sentence_names_settings_and_what_no_setting_was_found_for() -> None
     found = search(FOUND, NOTHING, replace(UNTRIED, cut=True), stopped="Ctrl-C")
     assert verdict(found) == (
         "These settings pass the gate psnr=20: noise σ=1. Each setting was tested on 8 images that the search did not "
-        "use. The attacks were matching, tokens; another attack may recover more. The search found no setting that "
-        "passes for batch."
+        "use. The attacks were matching, tokens; another attack may recover more. Defences for which the search "
+        "found no setting that passes: batch."
     )
     assert found.summary().notes[0] == "Stopped by Ctrl-C." and len(found.summary().notes) == 2
     assert len(found.summary().tables) == 2 and len(search(NOTHING).summary().tables) == 1

@@ -96,7 +96,10 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     said = "images exceed the limit at settings up to bf16; from int8 on, the result is inconclusive (not a pass): "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "attackers that know the defence. A setting to which nothing" not in found.summary().sentence
-    assert "The search found no setting that passes for batch, withhold, precision" in found.summary().sentence
+    assert (
+        "Defences for which the search found no setting that passes: batch, withhold, precision"
+        in found.summary().sentence
+    )
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
     assert "not a pass" in make_page(found).render()
@@ -246,9 +249,9 @@ def test_an_image_above_counts_however_the_time_ends(
 @pytest.mark.slow
 def test_none_was_found_is_said_of_ladders_that_were_climbed_to_their_end(found: Remedies) -> None:
     [cut] = [replace(each, cut=True) for each in found.remedies if each.defence == "precision"]
-    assert "The search found no setting that passes for batch, withhold, precision." in verdict(found)
+    assert "Defences for which the search found no setting that passes: batch, withhold, precision." in verdict(found)
     said = verdict(replace(found, remedies=[*found.remedies[:-1], cut], stopped="Ctrl-C"))
-    assert "The search found no setting that passes for batch, withhold." in said
+    assert "Defences for which the search found no setting that passes: batch, withhold." in said
 
 
 def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:

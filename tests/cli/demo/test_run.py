@@ -175,7 +175,7 @@ def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None
         places[0] == "A model can learn where patches belong, without labels."
     )
     if float(labels[1].replace("−", "-")) < 2:  # less than chance moves it, of 2,000 images
-        assert labels[0] == "In this run, learning positions first made no significant difference."
+        assert labels[0] == "In this run, pretraining on position did not improve the accuracy significantly."
     assert gradients == ("One training step reveals the image exactly.", "8 of 8", "images recovered byte for byte")
     assert lock[2] == "channels of the key found" and lock[1].endswith(" of 64")
     assert order[:2] == ("A server that sees only shuffled tokens can restore their order.", "100 %")

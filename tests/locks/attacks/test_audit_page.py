@@ -113,7 +113,7 @@ def test_a_doubtful_attack_gives_no_strength_unless_it_succeeded() -> None:
 )
 def test_a_base_that_reveals_nothing_is_not_the_last_word(attacks: list[KeyRecovery], said: bool) -> None:
     audit = LockAudit("m", (64,), 0, tuple(attacks), published="vit_x")
-    assert ("The tested base revealed nothing. Another base may reveal the key." in audit.verdict) == said
+    assert ("The tested base model revealed nothing. Another base model may reveal the key." in audit.verdict) == said
     tested = attacks[0].attacker != "no-base"
     assert ("Weights of vit_x are public, but this lock was not tested against them." in audit.verdict) == (not tested)
     assert ("public-base" in {*audit.untried}) == (attacks[0].attacker != "public-base")

@@ -424,7 +424,7 @@ def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
     names = {name.partition(",")[0] for name in ran}
     for name in ATTACKS:
         assert (f"{name} (" in rest) == (name not in names)
-    assert ("Another base may" in sentence) == bool({"public-base", "drifted-base"} & names)
+    assert ("Another base model may" in sentence) == bool({"public-base", "drifted-base"} & names)
 
 
 def test_what_is_withheld_is_no_part_of_any_group() -> None:

@@ -81,7 +81,7 @@ def test_the_whole_in_memory_and_from_a_folder_to_the_same_bits(model: Path, tmp
     page = (tmp_path / "files" / "adapt.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "files" / "adapt.json").read_text())
     assert sum(row["chosen"] for row in numbers["tried"]) == 1 and numbers["test"]["count"] == 12
-    assert "all layers after mp3" in page and "frozen start" in page
+    assert "all layers after mp3" in page and "top-1 of the simplest recipe" in page
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[bytes], set[bytes] | None]]:

@@ -130,7 +130,7 @@ def test_the_fixed_rule_is_for_classes_of_one_label() -> None:
     assert one_label(torch.tensor([0, 1, 2, 2])) and not one_label(torch.tensor([0, 0, 1, 1, 2]))
 
 
-START = "class means (frozen start)"
+START = "class means (simplest recipe)"
 TEN = torch.tensor([0] * 8 + [1] * 2)
 
 
@@ -163,15 +163,15 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
         summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
-        and "frozen start" in summary.sentence
-        and "50.0 %" in summary.sentence.partition("frozen start")[2]
+        and "The simplest recipe" in summary.sentence
+        and "50.0 %" in summary.sentence.partition("simplest recipe")[2]
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
         "linear probe",
         START,
     ]
     same = replace(found, chosen=means, test=start).summary()
-    assert "The chosen model is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == [
+    assert "The chosen recipe is the simplest one" in same.sentence and [row[0] for row in same.tables[1].rows] == [
         "class means"
     ]
     numbers = finite(found.numbers())
@@ -211,9 +211,9 @@ def test_the_frozen_start_is_the_choice_where_no_other_is_better_and_where_there
     answers = torch.tensor([[15, 5], [5, 15]])
     found = Adapted(Path("x"), tuple(rows), means, TEN, ("a", "b"), score, score, answers, ())
     said = found.summary().sentence
-    assert "The chosen model is the frozen start (class means on " in said
+    assert "The chosen recipe is the simplest one (class means on " in said
     assert ("because no other recipe that was tried is better" in said) == reason
-    assert found.summary().numbers[1] == ("75.00 %", "top-1 of the frozen start")
+    assert found.summary().numbers[1] == ("75.00 %", "top-1 of the simplest recipe")
     (row,) = found.summary().tables[1].rows
     low, high = score.interval
     assert list(row) == ["class means", "75.0 %", f"{100 * low:.1f} to {100 * high:.1f} %", "70.0 %", "50.0 %"]

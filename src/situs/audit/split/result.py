@@ -24,7 +24,7 @@ _decibels: Callable[[float], str] = "{:.1f} dB".format
 _number: Callable[[float], str] = "{:.3f}".format
 SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "places": (percent, "patches assigned to their true position, if rows are permuted"),
-    "channels": (percent, "the ratio of the key that was recovered, if columns are permuted"),
+    "channels": (percent, "the fraction of the key that was recovered, if columns are permuted"),
     "samples": (percent, "patches assigned to the right sample, if a batch shuffle exchanges them"),
     "linked": (percent, "samples that are re-identified when they are sent a second time"),
     "labels": (
@@ -91,7 +91,7 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "probe": (lambda kept: kept.probe, "a linear probe on frozen features; each image is left out in turn"),
     "neighbours": (
         lambda kept: kept.neighbours,
-        "the ratio of the five nearest neighbours that stay the same under the defence",
+        "the fraction of the five nearest neighbours that stay the same under the defence",
     ),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }

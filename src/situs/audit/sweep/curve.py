@@ -100,8 +100,8 @@ class Curves(Result):
 IMAGES = {
     "psnr": "PSNR, dB",
     "worst": "PSNR of the most exposed image, dB",
-    "exact": "ratio of images recovered exactly",
-    "patches": "ratio of patches recovered exactly",
+    "exact": "fraction of images recovered exactly",
+    "patches": "fraction of patches recovered exactly",
 }
 
 
@@ -262,10 +262,10 @@ def _why(pair: ImageFinding) -> str:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 SHARES = {
-    "tokens": "ratio of tokens recovered at their position",
-    "sentences": "ratio of sentences recovered completely",
-    "words": "ratio of tokens whose word was recovered",
-    "picked": "ratio of sentences recovered completely or identified among candidates",
+    "tokens": "fraction of tokens recovered at their position",
+    "sentences": "fraction of sentences recovered completely",
+    "words": "fraction of tokens whose word was recovered",
+    "picked": "fraction of sentences recovered completely or identified among candidates",
 }
 
 OVER = ("clip", "noise", "precision")

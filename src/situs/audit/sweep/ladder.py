@@ -343,9 +343,9 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "How much accuracy the defence costs was not measured. For one step only, the cosine compares the "
-    "upload with the gradient that is computed without a defence. To measure the accuracy, train a model with the "
-    "setting."
+    "How much accuracy the defence costs was not measured. The cosine covers single steps only, not a training: it "
+    "compares the upload with the gradient that is computed without a defence. To measure the accuracy, train "
+    "a model with the setting."
 )
 
 
@@ -401,7 +401,7 @@ def verdict(search: Remedies) -> str:
     }  # whole batches
     unseen = f"{counted(min(counts), 'images')}{' or more' * (len(counts) > 1)}"
     others = [remedy.defence for remedy in search.remedies if remedy.named is None and not remedy.cut]
-    left = f" The search found no setting that passes for {', '.join(others)}." if others else ""
+    left = f" Defences for which the search found no setting that passes: {', '.join(others)}." if others else ""
     return (
         f"These settings pass the gate {search.limit}: {named}. Each setting was tested on {unseen} that the search "
         f"did not use. The attacks were {', '.join(search.attacks)}; another attack may recover more.{left}"

@@ -20,10 +20,11 @@ SCHEMA = "situs-audit-texts/2"
 """The form of texts.json."""
 
 MEANING = {
-    "words": "the ratio of a sentence's tokens whose word was recovered, for the most exposed sentence",
-    "tokens": "the ratio of a sentence's tokens that were recovered at their position, for the most exposed sentence",
-    "sentences": "the ratio of sentences that were recovered completely",
-    "picked": "the ratio of sentences that were recovered completely, or that an attacker can pick from "
+    "words": "the fraction of a sentence's tokens whose word was recovered, for the most exposed sentence",
+    "tokens": "the fraction of a sentence's tokens that were recovered at their position, for the most exposed "
+    "sentence",
+    "sentences": "the fraction of sentences that were recovered completely",
+    "picked": "the fraction of sentences that were recovered completely, or that an attacker can pick from "
     "several candidates that differ in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}

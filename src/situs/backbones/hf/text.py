@@ -152,7 +152,10 @@ class TextEncoder(TextBackbone, EncoderBackbone):
         super().__init__(model, head, size)
         self.token_dim = self.inner.get_input_embeddings().embedding_dim
         if getattr(self.model.config, "is_decoder", False):
-            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder; set is_decoder=False")
+            raise SitusError(
+                f"is_decoder=True: {self.name} is supported only as an encoder; if it was trained as one, set "
+                "is_decoder=False"
+            )
 
     def layers(self) -> Any:
         return self.inner.encoder.layer

@@ -387,9 +387,10 @@ def enable_cells(backbone: SwinBackbone) -> None:
     if not fits:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
-            f"{backbone.name} cannot take one patch of each 2x2 cell, because the window size does not fit the grid. "
-            f"The grid of the first stage is {backbone.grid[0]}x{backbone.grid[1]}. In every stage, half the height "
-            f"and half the width of the grid must be multiples of the window size ({', '.join(map(str, windows))}). "
+            f"{backbone.name} cannot keep only one patch of each 2x2 cell, because the grid that remains (half as "
+            "high, half as wide) does not fit the window size. The grid of the first stage is "
+            f"{backbone.grid[0]}x{backbone.grid[1]}. In every stage, half the height and half the width of the grid "
+            f"must be multiples of the window size ({', '.join(map(str, windows))}). "
             "Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )

@@ -234,7 +234,8 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     gamma = block.gammas[0]
     if not plain or isinstance(gamma, nn.Module) or not isinstance(block.attention.head_norms[0], nn.Identity):
         raise SitusError(
-            f"positions='relative': needs a plain ViT (no registers, no norm before the first block, no q/k norm), and "
+            "positions='relative': needs a plain ViT (pre-norm blocks, no registers, no norm before the first "
+            "block, no q/k norm), but "
             f"{config.name} is not a plain ViT"
         )
     arguments = _guess_arguments(vit, config.in_chans)[-1] | {

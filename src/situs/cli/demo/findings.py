@@ -134,9 +134,9 @@ def find_labels(stage: Stage) -> Finding:
     section.figure(drawn, f"Fine-tuning with {labels}.")
     return stage.add(
         Finding(
-            "Learning positions first saves labels."
+            "Pretraining on position saves labels."
             if helped
-            else "In this run, learning positions first made no significant difference.",
+            else "In this run, pretraining on position did not improve the accuracy significantly.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
             f"Both classifiers were trained on the same {stage.length.labelled:,} labelled images. Only one "
@@ -264,8 +264,8 @@ def find_order(stage: Stage) -> Finding:
         "found. Below: the client's images."
     )
     alt = (
-        "Three images as shuffled patches. Below: the same patches in the order that the server found, and the "
-        "client's images."
+        "Above: three images as shuffled patches. Middle: the same patches in the order that the server found. Below: "
+        "the client's images."
     )
     return stage.add(
         Finding(

@@ -46,7 +46,7 @@ class AugmentConfig(Checked):
     objects): scale the image at random, then pad it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
-    """With crop=resized: smallest and largest area of the crop, as a ratio of the image's area."""
+    """With crop=resized: smallest and largest area of the crop, as a fraction of the image's area."""
 
     pad: Natural = 4
     """With crop=pad: largest shift in pixels."""

@@ -232,14 +232,15 @@ Bits left is the log2 of the number of keys that the attacker must still try. It
 in bits. We assume that the attacker knows which channels are wrong. It must then try the possible orders of these
 channels. If most channels are right, fewer tries are enough: the attacker swaps pairs of wrong channels one by one.
 Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if the unlocked model is
-better than the locked model on the test set, by more than two standard errors. The attacker `images` searches without
-the true key for the highest score J. J measures how well the correlations between the channels of the locked part agree
-with those of the unlocked part. The J of a failed search is as low as the J of searches from random starts. Inner groups (MLP units,
-heads and their channels) are not counted, because permuting them does not change what the model computes.
+better than the locked model on the test set, by more than two standard errors. The attacker `images` does not know the
+true key. It searches for the key with the highest score J. J measures how well the correlations between the channels of
+the locked part agree with those of the unlocked part. If the search fails, its J is about as low as the J of searches
+from random starts. Inner groups (MLP units, heads and their channels) are not counted, because permuting them does not
+change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
-    True: "These attackers open the lock. The lock protects the model only against attackers who know less than these attackers.",
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
     False: "A better attack may exist, so the strength may be lower. A lock is obfuscation, not encryption.",
 }
 """Whether no bit is left -> what the strength means."""
@@ -363,7 +364,7 @@ class LockAudit(Result):
         ]
         based = [result for result in results if result.attacker.startswith(("public-base", "drifted-base"))]
         if based and strength is not None and not any(result.successful or result.doubt for result in based):
-            sentences.append("The tested base revealed nothing. Another base may reveal the key.")
+            sentences.append("The tested base model revealed nothing. Another base model may reveal the key.")
         if blurred := [each for each in results if each.tested and each.owner is not None and not each.separable]:
             owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
             sentences.append(
@@ -410,7 +411,8 @@ class LockAudit(Result):
             line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
             caption = (
-                "Share of the key that linear assignment recovers after noise is added to the weights of the base."
+                "Share of the key that an attacker recovers by linear assignment if noise is added to the weights of "
+                "the base model."
             )
             title = "The drift of the base"
             figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))

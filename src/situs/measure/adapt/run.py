@@ -93,7 +93,10 @@ def adapt_model(
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
-        raise SitusError("adapt runs in one process, but torchrun has started several", field="device")
+        raise SitusError(
+            "adaptation runs in one process only, but torchrun has started several; start it without torchrun",
+            field="device",
+        )
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     origin = Initial("", source)
@@ -292,7 +295,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = f"In this case Situs always chooses the frozen start ({START})"
+            rule = f"In this case Situs always chooses the simplest recipe ({START})"
             return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
@@ -412,7 +415,7 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
             beside = f"its {shown} is {percent(new, 2)} instead of {percent(old, 2)}, on {test.count:,} samples"
-            return [f"On the test split, the chosen model is worse than the frozen start ({START}): {beside}."]
+            return [f"On the test split, the chosen model is worse than the simplest recipe ({START}): {beside}."]
     return []
 
 

@@ -131,12 +131,12 @@ START = "class means on the features of the given weights"
 
 ADAPT = """
 A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
-split: it was fitted to all folds except one, and classified the images of the remaining fold. If a recipe that trains
-the model was tested on fewer folds, it is compared with other recipes only on the images of these folds. The simplest
-recipe comes first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard error (±)
-of the difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a head
-cannot represent kNN. Each recipe that trains the model uses the number of updates that gave the best result on the
-folds. The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
+split: it was fitted to all folds except one, and classified the images of the remaining fold. If a recipe was tested on
+only some of the folds, it is compared with other recipes only on the images of these folds. The simplest recipe comes
+first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard error (±) of the
+difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a head cannot
+represent kNN. The recipes head, LoRA and all layers use the number of updates that gave the best result on the folds.
+The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
 """
 
 
@@ -164,7 +164,7 @@ class Adapted(Result):
         text, numbers = f"Chosen: {self.chosen.name}.", ()
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
         if self.test is not None and self.start is not None and self.answers is not None:
-            numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
+            numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the simplest recipe")
             samples = self.provenance.counted(self.test.count)
             by_class = ByClass.of(self.answers)
             verdict = f", but {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
@@ -177,10 +177,10 @@ class Adapted(Result):
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 reason = ", because no other recipe that was tried is better by more than one standard error"
-                text += f"The chosen model is the frozen start ({START}){reason * others}."
+                text += f"The chosen recipe is the simplest one ({START}){reason * others}."
             else:
-                text += f"The frozen start ({START}) recognises {percent(self.start.top1)}."
-                ends["class means (frozen start)"] = self.start
+                text += f"The simplest recipe ({START}) recognises {percent(self.start.top1)}."
+                ends["class means (simplest recipe)"] = self.start
             rows = [
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),
                  percent(score.majority)]

@@ -50,8 +50,8 @@ predicted from it.
 This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds. The
 regression then predicts the positions of this fold. 1-D is the error of the position's index in reading order. 2-D is
 the mean of the errors of row and column. Situs assumes that Table 8 of MJP's paper defines its 1-D and 2-D errors in
-the same way. The reason: on a grid of 14 × 14, the 1-D error is 10 to 14 times the 2-D error, both here and in the
-paper.
+the same way. The reason: on a grid of 14 × 14, the 1-D error is about 10 to 14 times the 2-D error, both here and in
+the paper.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
