@@ -88,14 +88,14 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     assert held_out_of("mp3") == 0
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
-    assert f"{line} trained on (data.held_out sets the ratio; 0 trains on all)" in out
+    assert f"{line} trained on (data.held_out sets the fraction; 0 trains on all)" in out
     assert "1 of its 4 classes has only one image ('one fox'); the only sample of a class stays in training" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so a ratio of 0.2 of the samples is held out, chosen by their names; held_out sets the ratio"
+            fifth = "so a fraction of 0.2 of the samples is held out, chosen by their names; held_out sets the fraction"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"
@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so {len(val)} of its 37 images were used (the ratio that exported holds out)" in err
+    assert f"so {len(val)} of its 37 images were used (the fraction that exported holds out)" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):

@@ -93,4 +93,7 @@ def test_a_reader_learns_how_many_directions_lora_shows(rank: int, shown: str) -
     every = sum(1 for _ in method.backbone.named_parameters())
     assert notes["sent"].startswith(f"6 of {every} tensors ({numbers:,} numbers), ")
     assert f"2 frozen matrices have a LoRA product of rank {rank}. " in notes["left by LoRA"]
-    assert f"span 5 directions, and the gradient of each product reveals {shown} of them" in notes["left by LoRA"]
+    assert (
+        f"span 5 directions, and the gradient of each product reveals {shown} of these directions"
+        in notes["left by LoRA"]
+    )

@@ -693,7 +693,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "images: another size": (F.interpolate(GOOD, 32), None, "of 16 × 16 pixels"),
     "images: elsewhere": (GOOD.to("meta"), None, "are on meta"),
     "gradients: a list": (GOOD, [FULL], "not list"),
-    "gradients: none": (GOOD, {}, "there are none"),
+    "gradients: none": (GOOD, {}, "gradients: are missing"),
     "gradients: another name": (GOOD, {"nope": FULL}, "nope is not a parameter"),
     "gradients: a number for a name": (GOOD, {0: FULL}, "0 is not a parameter"),
     "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: convert it to floats"),

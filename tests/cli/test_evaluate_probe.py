@@ -26,7 +26,7 @@ def test_positions_before_and_after(trained: Any, tmp_path: Path, capsys: pytest
     page = (tmp_path / "probe-position.html").read_text()
     assert "(val)" in page.partition("How the numbers were measured")[2]
     assert page.count("<img") == 2
-    assert "For one, this share is" in page
+    assert "For one, the share of right predictions is" in page
 
 
 def test_classes(trained: Any, tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split for evaluation, so a ratio of 0.2 of the samples is held out, chosen by their "
-        "names; held_out sets the ratio"
+        f"{flat}: has no split for evaluation, so a fraction of 0.2 of the samples is held out, chosen by their "
+        "names; held_out sets the fraction"
     )
 
 
@@ -126,7 +126,9 @@ def test_so_many_samples_as_are_asked_for_are_taken_and_shown(flat: Path, run: P
 def test_the_ratio_that_a_model_holds_out_is_told_of_other_data_alone(flat: Path, run: Path, tmp_path: Path) -> None:
     subject, other = open_model(str(run)), shutil.copytree(flat, tmp_path / "other")
     taken = load_set(subject, other, batch=8).source
-    said = f"so {len(taken)} of its 40 images were used (the ratio that {subject.name} holds out); held_out=0 uses all"
+    said = (
+        f"so {len(taken)} of its 40 images were used (the fraction that {subject.name} holds out); held_out=0 uses all"
+    )
     assert taken.notes[-1] == f"other: has no splits, {said}" and 0 < len(taken) < 20
     for chosen in (
         load_set(subject, batch=8),
@@ -171,7 +173,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so a ratio of 0.2 of the samples is held out" if learns else "so all its images were used") in said
+    assert ("so a fraction of 0.2 of the samples is held out" if learns else "so all its images were used") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_what_was_chosen_by_default_is_told(count: int, batch: int | None, share
         assert 0 < held < count / 2
         wanted.append(
             f"{tmp_path.name}: has no split for evaluation, so {held} of its {count} images are held out and never "
-            "trained on (data.held_out sets the ratio; 0 trains on all)"
+            "trained on (data.held_out sets the fraction; 0 trains on all)"
         )
     if batch is None:
         updates = (count - held) // loader.global_batch

@@ -240,7 +240,7 @@ def load_bank(
         trained = "; the training has already seen the labels of these samples" * (
             bool(learned) and absolute(config.path) == model.samples.path
         )
-        test.source.notes.append(f"{note}{trained}; held_out sets the ratio")
+        test.source.notes.append(f"{note}{trained}; held_out sets the fraction")
     return bank, test
 
 

@@ -248,7 +248,7 @@ def described_set(requested: RunConfig, config: RunConfig, loader: Loader) -> It
         count, whole = len(part.source) - len(part), counted(len(part.source), part.things)
         held_out = f"{part.source.name}: has no split for evaluation, so {count:,} of its {whole}"
         held_out += f" {verb(count, 'are')} held out"
-        yield f"{held_out} and never trained on (data.held_out sets the ratio; 0 trains on all)"
+        yield f"{held_out} and never trained on (data.held_out sets the fraction; 0 trains on all)"
     if config.data.batch is None and loader.global_batch < BATCH:
         updates = f"{counted(loader.steps_per_epoch, 'updates')} per epoch"
         yield f"batch {loader.global_batch}, because the set is small: {updates} (data.batch)"

@@ -574,7 +574,8 @@ def test_inputs_that_do_not_fit_are_refused():
         ),
         (
             lambda: transformers.BertConfig(**BERT, is_decoder=True),
-            "is_decoder=True: BertModel is supported only as an encoder; set is_decoder=False",
+            "is_decoder=True: BertModel is supported only as an encoder; if it was trained as one, set "
+            "is_decoder=False",
         ),
         (
             lambda: transformers.Dinov2Config(**{**DINO, "image_size": [8, 16]}),

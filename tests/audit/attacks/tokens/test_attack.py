@@ -89,7 +89,7 @@ def test_low_rank_products_are_no_victim_and_the_number_says_why() -> None:
     backbone = vit().float()
     add_lora(backbone, rank=4, alpha=4.0, targets=["qkv"])
     found = create_attack("tokens").prepare(backbone, dict(backbone.named_parameters()), Knowledge())
-    assert isinstance(found, Refused) and "reveals at most 4 of them" in found.reason
+    assert isinstance(found, Refused) and "reveals at most 4 of these directions" in found.reason
 
 
 def test_noise_that_drowns_the_spans_is_no_fit() -> None:
