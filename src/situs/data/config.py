@@ -60,7 +60,8 @@ class DataConfig(_Tables):
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
     """Fraction of the samples that are held out for evaluation, if the data has neither val nor test. The choice
-    depends only on file names, so it stays the same. Default: a fifth if the method learns labels, otherwise 0."""
+    depends on file names (and, for rare classes, on labels), so new samples rarely change it. Default: a fifth if the
+    method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
     """Side of the images, or height and width; the default is the model's own image size. For clips, the fields of

@@ -117,7 +117,7 @@ class Attention(Result):
             (f"{survey.distance.min():.1f}", "patches: mean distance of the most local head"),
             (
                 percent(shown.brightest_tenth, 0),
-                "of the attention to patches goes to one tenth of the patches",
+                "of the attention to patches goes to the tenth of the patches with the most attention",
             ),
         )
         return Summary(sentence, (Table(title, header, rows),), numbers=numbers)

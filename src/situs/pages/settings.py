@@ -18,14 +18,14 @@ SHUFFLED = (
 )
 
 UNINFORMED = (
-    "does not know that MJP is used. The attacker in the MJP paper is uninformed. An informed attacker knows MJP and "
-    "what MJP learned"
+    "does not know that MJP is used. The attacker in the MJP paper is uninformed. An informed attacker knows that "
+    "MJP is used, and what MJP learned"
 )
 
 ORDERED = """
 The informed attacker restores the original order, but setting (b) compares the reconstruction with the shuffled image.
-The numbers in setting (b) are therefore low, even if all patches were recovered. The best-match PSNR below and setting
-(c) show how well the patches were recovered.
+The PSNR and SSIM in setting (b) are therefore low, even if all patches were recovered. The best-match PSNR below and
+setting (c) show how well the patches were recovered.
 """
 
 UNORDERED = """

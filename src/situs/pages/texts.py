@@ -26,7 +26,7 @@ THREAT = {
 """The attacker of this audit."""
 
 GATE = (
-    "The gate fails if more of a sentence is recovered than the limit allows, even if the audit was stopped early. "
+    "The gate fails if more is recovered than the limit allows, even if the audit was stopped early. "
     "In all other cases the gate is "
     "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )

@@ -574,8 +574,7 @@ def test_inputs_that_do_not_fit_are_refused():
         ),
         (
             lambda: transformers.BertConfig(**BERT, is_decoder=True),
-            "is_decoder=True: BertModel is supported only as an encoder; if it was trained as one, set "
-            "is_decoder=False",
+            "is_decoder=True: BertModel is supported only as an encoder; if it was trained as one",
         ),
         (
             lambda: transformers.Dinov2Config(**{**DINO, "image_size": [8, 16]}),

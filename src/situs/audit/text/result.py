@@ -230,8 +230,8 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     picked = finding.picked - finding.whole
     more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
     return (
-        f"{recovered} An attacker can identify {more}: the attacker picks each of them out of versions of the "
-        "sentence that differ in one word."
+        f"{recovered} An attacker can identify {more}: out of versions of a sentence that differ in one word, the "
+        "attacker picks the right one."
     )
 
 

@@ -131,7 +131,8 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     duration = f"{minutes} min {remainder} s" if minutes else f"{remainder} s"
     skipped = [str(number) for number, finding in enumerate(findings, start=1) if finding.number == "left out"]
     page.lead = (
-        "These five findings show what a transformer learns from position, and what its gradients and tokens reveal. "
+        "These five findings show what a transformer learns from position, and what its gradients, tokens and locked "
+        "weights reveal. "
         f"They were computed on this machine in {duration}, from the images that come with Situs."
         + (f" Skipped, because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )

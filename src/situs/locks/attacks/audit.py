@@ -411,7 +411,8 @@ class LockAudit(Result):
             line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
             caption = (
-                "Share of the key that an attacker recovers by linear assignment if noise is added to the weights of "
+                "Fraction of the key that an attacker recovers by linear assignment if noise is added to the weights "
+                "of "
                 "the base model."
             )
             title = "The drift of the base"
