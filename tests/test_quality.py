@@ -123,7 +123,9 @@ def test_no_import_circle() -> None:
 def test_only_the_command_line_knows_flags() -> None:
     """Below it an error knows fields. Docstrings may name a flag, and so may the help of a config's field."""
     found = []
-    for path in (path for path in sources() if "cli" not in path.parts and "--" in path.read_text()):
+    for path in (path for path in sources() if "cli" not in path.parts):
+        if not re.search(r"(?:(?<!\S)|['\"}n])\(?--[a-z]", path.read_text()):  # to parse them all takes seconds
+            continue
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         texts = [each for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
