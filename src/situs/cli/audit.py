@@ -136,7 +136,7 @@ class GateArgs(ModelArgs):
     """JUnit XML file for the gate's verdict. An inconclusive verdict counts as an error."""
 
     pictures: bool = True
-    """Show the attacked samples on the page. Do not publish this page."""
+    """Show the attacked samples in the HTML file. Do not publish this file."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the results (JSON and HTML). With --out none, no files are written."""
@@ -167,8 +167,7 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the training run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt or .npz). If you have the images of the uploads, give them with
-    --data."""
+    """Captured uploads to attack (.safetensors, .pt or .npz). Give their images (if known) with --data."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Content of the --upload files: gradient, difference (weights before - after) or weights. Default: detected by
@@ -179,9 +178,9 @@ class Gradients(GateArgs, AuditConfig):
     --server active, the default is all attacks that craft weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient and,
-    if the run used DP-SGD, its DP-SGD. With --fail-above, "auto" stands only for the DP-SGD of the run or, without
-    DP-SGD, for "none". An MJP run always shuffles its patches."""
+    """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient and, if the run
+    used DP-SGD, its DP-SGD. With --fail-above, "auto" stands only for the DP-SGD of the run or, without DP-SGD, for
+    "none". A run trained with MJP shuffles patches even with "none"."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
@@ -222,9 +221,9 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what gradients reveal about texts. --fail-above sets a gate for CI.
 
-    The gate limits one of four fractions. words: words recovered from the most exposed sentence, at any position.
-    tokens: the same, but at the right position. sentences: sentences recovered completely. picked: sentences recovered
-    completely, or identified among candidates that differ in one word.
+    The gate limits one of four fractions. words: the words recovered from the most exposed sentence, at any position.
+    tokens: those recovered at the right position. sentences: the sentences recovered completely. picked: those
+    recovered completely, or identified among candidates with one word changed.
 
     For example: situs audit texts bert/ --data sentences.txt --count 4
     """
@@ -302,8 +301,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Attacks, comma-separated. A curve shows the strongest attack at each strength."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences of fixed strength, comma-separated. Each of them combined with each defence of --over gives one
-    curve. "auto" stands for none,no-pe-gradient."""
+    """Further defences of fixed strength, comma-separated. One curve is drawn for each pair of such a defence and a
+    defence of --over. "auto" stands for none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
@@ -312,7 +311,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Time limit for all attacks together. Each attack gets an equal share."""
 
     pictures: bool = True
-    """With --find: show the attacked samples on the page. Do not publish this page."""
+    """With --find: show the attacked samples in the HTML file. Do not publish this file."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the results (JSON and HTML). With --out none, no files are written."""
@@ -396,9 +395,9 @@ class Split(ImageArgs):
     """Measure what an untrusted server in split learning can learn about the samples.
 
     By default, each defence is tested without permutation, with permuted rows (tokens), with permuted columns
-    (channels), and with both. The default flags reproduce Table 6 of Xu et al. (arXiv 2304.07735). To attack a
-    language model, set --data to a text file and --depth to the numbers of blocks on the client, for example --data
-    texts.txt --depth 0,half,last.
+    (channels), and with both. The default flags reproduce Table 6 of Xu et al. (arXiv 2304.07735). To attack a language
+    model, set --data to a .txt file. --depth then sets how many blocks run on the client, for example --data texts.txt
+    --depth 0,half,last.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
     """
@@ -412,9 +411,9 @@ class Split(ImageArgs):
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (noise with σ times the standard deviation of the tokens), lowpass=r
-    (keep a fraction r of the frequencies), batch-shuffle=B (B samples exchange tokens), or curve (each defence at
-    several strengths)."""
+    """Defences, comma-separated: none, noise=σ (noise whose standard deviation is σ times that of the tokens),
+    lowpass=r (keep the lowest fraction r of the frequencies), or batch-shuffle=B (shuffle tokens among B samples).
+    "curve" stands for each defence at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -430,7 +429,8 @@ class Split(ImageArgs):
     """The attacker has this many other images (or texts) of the same data set. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """Blocks on the client: a number, half (half of all blocks), or last (all blocks except the last)."""
+    """How many blocks run on the client, comma-separated: a number, "half" (half of all blocks) or "last" (all blocks
+    except the last one). Each of these depths is attacked."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the sent features: own (as the model computes them) or bf16 (bfloat16)."""
@@ -439,7 +439,7 @@ class Split(ImageArgs):
     """Largest number of tokens per text. Longer texts are truncated at the end."""
 
     pictures: bool = True
-    """Show the images and their reconstructions on the page. Do not publish this page."""
+    """Show images and reconstructions in the HTML file. Do not publish this file."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """Time limit, checked between attacks. At the limit or on Ctrl-C, Situs writes the results so far. A stopped audit
@@ -488,8 +488,10 @@ class Lock:
     """Attack a locked model without its key, and measure how much security remains.
 
     A lock is obfuscation, not encryption. An attacker with the original model can compute the key from the weights of
-    the original and the locked model. A few images can be enough to find most of the key. To simulate an attacker with
-    a fine-tuned version of the original model, use --attacks drifted-base --base MODEL --drift 0.3,1,3.
+    the original and the locked model. Even without the original model, a few images similar to the training images can
+    be enough to find most of the key. To simulate an attacker with a fine-tuned version of the original model, use
+    --attacks drifted-base --base ORIGINAL --drift 0.3,1,3: Situs then adds noise of three strengths to the weights of
+    ORIGINAL.
 
     For example: situs audit lock locked --key owner.key --base exported
     """
@@ -512,14 +514,15 @@ class Lock:
     """Key of the owner, used only to score the attacks. The key is not needed if --base is the original model."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """For --attacks images or activations: unlabelled images that are similar to the training images of the model."""
+    """For the attacks "images" and "activations": unlabelled images that are similar to the training images of the
+    model."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For --attacks images or activations on a language model: a file with one unlabelled text per line."""
+    """For the attacks "images" and "activations" on a language model: a file with one unlabelled text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples: the training split for --attacks labels, and the validation split to measure accuracy before
-    and after each attack."""
+    """Labelled data set. The attack "labels" uses the training split. The accuracy before and after each attack is
+    measured on the validation split."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""

@@ -22,8 +22,9 @@ from situs.results import Result
 class Bench:
     """Measure time and memory of a training step on random images, for every combination of case, model and batch size.
 
-    A case is the name of a METHOD. To change settings of the method (such as mask_ratio) or of the step (such as
-    batch), write METHOD:FIELD=VALUE,… instead. The METHOD "backbone" is the model without a head.
+    A case is the name of a training method, such as mp3, or "backbone" (the model without a head). To change settings
+    of the method (such as mask_ratio) or of the step (such as batch), write METHOD:FIELD=VALUE,… instead. These
+    settings override the flags: a case with batch=16 ignores --batches.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before

@@ -23,7 +23,8 @@ FAILED = 3
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """Check every image of a data set before training. The check finds broken, grey, CMYK, 16-bit, very large, oddly
-    shaped and duplicate images. The check also finds wrong checksums, and masks or objects that training cannot use.
+    shaped and duplicate images, and images of other splits that are also in the training split (leak). The check also
+    finds wrong checksums, and masks or objects that training cannot use.
 
     If the check finds an issue of a kind listed in --fail-on, the exit status is 3. Otherwise, the exit status is 0.
 

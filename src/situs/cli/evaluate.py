@@ -92,15 +92,15 @@ class Predict(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(DataArgs):
-    """Write the features of all images or patches to one file, with ids and labels. The shape is [n, D] for n images,
-    or [n, N, D] for n images of N patches. D is the feature width.
+    """Write the features of all images or patches to one file, with ids and labels. For n images, the shape is [n, D]
+    with one vector per image, or [n, N, D] with one vector for each of the N patches. D is the feature width.
 
     For example: situs features runs/mp3 --out features.safetensors
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The output file: .safetensors, .npz or .npy. A second file, NAME.names.csv, contains the image name of each
-    row."""
+    """The output file: .safetensors, .npz or .npy. A second file, with .names.csv in place of this extension, contains
+    the image name of each row."""
 
     split: str = "train"
     """train, val, test or all."""
@@ -163,8 +163,8 @@ class Accuracy(SentenceArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """One or several models: training runs, exports, model folders, locked folders, or timm model names with weights
-    (NAME=FILE)."""
+    """One or several models: training runs, exports, model folders, models locked by situs lock, or timm model names
+    with a weight file (NAME=FILE)."""
 
     average: Literal["softmax", "logits"] = "softmax"
     """For an ensemble of several models: average the probabilities (softmax) or the logits."""
@@ -173,8 +173,8 @@ class Accuracy(SentenceArgs):
     """Samples per batch. Default: 16 for segmentation, 8 for detection, and 256 otherwise."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """For segmentation and detection: number of images on the page. The page shows the images with the lowest
-    IoU (segmentation) or F1 (detection)."""
+    """For segmentation and detection: number of images shown in the HTML file. These are the images with the lowest IoU
+    (segmentation) or F1 (detection)."""
 
     mode: Literal["slide", "whole"] = "slide"
     """How to segment images that are larger than the model input. slide: segment overlapping windows, and average their
@@ -293,8 +293,8 @@ class Probe(MeasureArgs):
     ADE20K class list, the default is 0."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: names of the classes. Default: the class list next to the data. Without a class list, the
-    names are numbers."""
+    """With --kind segments: names of the classes. Default: the names in the file objectInfo150.txt (ADE20K) or
+    classes.txt in the data folder. Without such a file, the names are numbers."""
 
     def run(self) -> None:
         from situs.data.modalities.mask import usual_masks
@@ -405,23 +405,24 @@ class Position(MeasureArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A training run, an export, a model folder, a locked folder, or a timm model name with weights (NAME=FILE). With
-    --kind vectors, you can give several models."""
+    """A training run, an export, a model folder, a model locked by situs lock, or a timm model name with a weight file
+    (NAME=FILE). With --kind vectors, you can give several models."""
 
     kind: Literal["answers", "vectors", "all"] = "answers"
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: mask ratios (called η in MP3, and γ in DropPos). Default: 0,.25,.5,.75,.9 for MP3, and
-    0,.25,.5,.75 for DropPos. With --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The verdict in the
-    results mentions only the first of these fractions."""
+    0,.25,.5,.75 for DropPos. With --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The results contain
+    all of them, but the verdict (the summary in words) mentions only the first one."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers, for DropPos: values of γ_pos, the fraction of visible patches whose position is dropped.
     Default: .25,.5,.75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers, for MP3: fraction of patches that keep their position (hints). Default: as in training."""
+    """With --kind answers, for models trained with MP3: fraction of patches whose position is given to the model as a
+    hint. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of cross-validation folds of the linear regression."""
@@ -508,7 +509,8 @@ class Reconstruct(FewImagesArgs):
     """For DropPos: values of γ_pos, the fraction of visible patches whose position is dropped. Default: .75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """For MP3: fraction of patches that keep their position (hints). Default: as in training."""
+    """For models trained with MP3: fraction of patches whose position is given to the model as a hint. Default: as in
+    training."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """Number of images shown."""

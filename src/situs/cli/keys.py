@@ -17,8 +17,8 @@ from situs.errors import SitusError
 
 @dataclass(frozen=True)
 class Keygen:
-    """Make a key file that only you can read. The file contains 256 random bits. Situs derives every permutation of a
-    lock from these bits.
+    """Make a key file that only you can read. The file contains 256 random bits. situs lock permutes the weights of a
+    model, and derives all permutations from these bits.
 
     For example: situs keygen --out owner.key
     """
@@ -44,20 +44,21 @@ class Keygen:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(ShapeArgs):
-    """Lock a model with a key. The key permutes the channels of the features that pass from block to block, so
-    the model is useless without the key.
+    """Lock a model with a key. The key permutes the channels of the features that pass from block to block, so the
+    model is useless without the key.
 
-    The lock does not hide embedding, positions, final norm and head. --withhold can leave embedding and positions out
-    of the locked folder. With the key, situs unlock restores the original files bit for bit. Configs, tokenisers,
-    README and licence are copied. Other files are not copied, and the output lists their names. A lock is obfuscation,
-    not encryption: situs audit lock measures how much security remains.
+    The patch or token embedding, the position embedding, the final norm and the head are not permuted, so the lock does
+    not hide them. With --withhold embedding, both embeddings are left out of the locked folder. With the key, situs
+    unlock restores the original files bit for bit. Configs, tokenisers, README and licence are copied. Other files are
+    not copied, and the output lists their names. A lock is obfuscation, not encryption: situs audit lock measures how
+    much security remains.
 
     For example: situs lock exported --key owner.key --out locked
     """
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A training run, an export, a timm or transformers folder with safetensors, or a timm model name with its weights
-    (NAME=FILE or --weights)."""
+    """A training run, an export, a timm or transformers folder with safetensors, or a timm model (NAME=FILE, or NAME
+    with --weights)."""
 
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key file (situs keygen)."""
@@ -78,7 +79,8 @@ class Lock(ShapeArgs):
 
     cover: bool = False
     """Also permute MLP units, attention heads and the channels within each head. An attacker with the original weights
-    then has more work to compare the weights, but can still compute the key: the lock does not become more secure."""
+    then needs more work to match them with the locked weights, but can still compute the permutations: the lock does
+    not become more secure."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""
@@ -111,7 +113,7 @@ class Unlock:
     """Output folder. It must not exist."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
+    """File with the parts that were left out of the locked model (situs lock --withhold)."""
 
     retrained: bool = False
     """Accept weights that were trained after locking. Names and shapes of the tensors must still agree with
@@ -131,8 +133,9 @@ class Certs:
     """Make certificates to try out split learning: a temporary certificate authority, and certificates for a server and
     its clients.
 
-    In production, use certificates of your own authority with the same file names: ca.pem, server.pem, server.key,
-    client.pem, client.key. The server identifies a client by the common name of the client certificate.
+    In production, use certificates of your own authority with the same file names: ca.pem, server.pem and server.key,
+    and NAME.pem and NAME.key for each client. The server identifies a client by the common name of the client
+    certificate.
 
     For example: situs split certs --out certs
     """
@@ -144,7 +147,7 @@ class Certs:
     """Host names and IP addresses of the server. The name localhost is always included."""
 
     clients: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ("client",)
-    """Names of the clients. Each client gets the files NAME.pem and NAME.key."""
+    """Names of the clients. For each NAME, Situs writes the files NAME.pem and NAME.key."""
 
     days: Annotated[int, Parameter(metavar="N")] = 30
     """Number of days for which the certificates are valid."""

@@ -18,8 +18,8 @@ from situs.errors import SitusError, counted
 
 @dataclass(frozen=True, kw_only=True)
 class Info(NamedArgs):
-    """Show the parts of a model, and which methods and locks the model supports. If a method or lock is not supported,
-    the output says why.
+    """Show the parts of a model, which training methods the model supports, and whether it supports secret permutations
+    of tokens or channels (locks). If a method or lock is not supported, the output says why.
 
     With --verify, Situs runs the model and tests two kinds of equivariance. Private split learning needs equivariance
     to permuted tokens (rows). Locks need equivariance to permuted channels (columns). The test covers the forward pass,

@@ -34,7 +34,8 @@ class ShapeArgs:
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """Weights of a timm model: a weight file, pretrained (the weights that timm publishes) or random."""
+    """Weights of a timm model: the path of a weight file, "pretrained" (the weights that timm publishes) or
+    "random"."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels. Default: the image size of the model. For your own module, Situs detects the size if the
@@ -44,8 +45,8 @@ class ShapeArgs:
     """For a timm model: patch size in pixels. Default: the patch size of the model."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm model or your own module: number of image channels. Default: 3. For your own module, Situs detects the
-    number."""
+    """For a timm model or your own module: number of image channels. Default: 3. For your own module without
+    --img-size, Situs detects the number."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or of your own module."""
@@ -67,11 +68,11 @@ class NamedArgs(ShapeArgs):
     """Key file of a locked model. Without the key, the weights stay permuted."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of a locked model. This flag needs --key."""
+    """File with the parts that were left out of a locked model (situs lock --withhold). This flag needs --key."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A training run, an exported or locked model, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm model
-    name with its weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
+    """A folder (training run, exported or locked model, timm or Hugging Face model), hf:OWNER/NAME@COMMIT, a timm model
+    (NAME=FILE, or NAME with --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,18 +195,18 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights. Also start the server from them."""
+    """Initial weights. The server needs the same ones."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
+    """File with the parts that were left out of the locked model (situs lock --withhold)."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
     """rows: permute the tokens, in a new order at each step. columns: permute the channels of the tokens with the key.
     Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence: none (default), noise=σ (noise with σ times the standard deviation of the tokens), lowpass=r (keep a
-    fraction r of the frequencies), or batch-shuffle=B (B samples exchange tokens)."""
+    """none (default), batch-shuffle=B (shuffle tokens among B samples), noise=σ (noise whose standard deviation is σ
+    times that of the tokens), or lowpass=r (keep a fraction r of the frequencies)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32
@@ -293,11 +293,11 @@ class Infer(ClientArgs):
     """Random seed for the sampling of tokens."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """Defence for generated text: none or noise=σ (noise with σ times the standard deviation of the word vectors). If
-    RUN is the output folder of situs split train, the defence is always the same as in training."""
+    """Defence for generated text: none or noise=σ (noise whose standard deviation is σ times that of the word vectors).
+    If RUN is the output folder of situs split train, do not set this flag: the defence of the training is used."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
+    """File with the parts that were left out of the locked model (situs lock --withhold)."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Path of the images. Default: the val split of the training data."""
@@ -389,7 +389,7 @@ class Merge:
     """The client's part (the output folder of situs split train)."""
 
     server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
-    """The output folder of situs split serve, or the subfolder of one training."""
+    """The output folder of situs split serve, or its subfolder for one training."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """A new folder for the joined run."""

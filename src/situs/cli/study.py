@@ -91,8 +91,8 @@ class Run:
     runs)."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Use the training run or export in FOLDER instead of training JOB. JOB names the job with seed 0, and JOB-1 names
-    the job with seed 1."""
+    """Instead of training JOB, use the training run or the export that is in FOLDER. JOB names the job with seed 0, and
+    JOB-1 names the job with seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""

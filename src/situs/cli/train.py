@@ -57,10 +57,10 @@ class Training(Recipe):
     """Resume this run, for example after a crash. To make the run longer, add --epochs or --steps."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file of the locked model, if training starts from a locked model."""
+    """Key file, if training starts from a locked model."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
+    """File with the parts that were left out of the locked model (situs lock --withhold)."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
@@ -139,12 +139,12 @@ class Finetune(Training):
     """
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model name
-    with weights (NAME=FILE or NAME=pretrained)."""
+    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model with
+    weights (NAME=FILE or NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
-    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the pretrained model. After
-    MP3, the default is learned."""
+    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the pretrained model. For a
+    model pretrained with MP3, the default is "learned"."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
     """Number of epochs between evaluations on the validation split. With 0, the model is never evaluated. Default:
@@ -177,8 +177,8 @@ class Adapt:
     """
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model name
-    with weights (NAME=FILE or NAME=pretrained)."""
+    """The pretrained model: a training run, an export, a model folder, a locked model with --key, or a timm model with
+    weights (NAME=FILE or NAME=pretrained)."""
 
     data: Annotated[str, Parameter(metavar="PATH")]
     """Labelled images: one folder per class, with or without splits."""
@@ -219,10 +219,10 @@ class Adapt:
     """cpu, cuda, cuda:N or mps. Default: cuda if available, otherwise cpu."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file of the locked model."""
+    """Key file, if MODEL is a locked model."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the withheld parts of the locked model (made by situs lock --withhold)."""
+    """File with the parts that were left out of the locked model (situs lock --withhold)."""
 
     def run(self) -> None:
         """Adapts, prints the table of all candidates and the path of the page."""

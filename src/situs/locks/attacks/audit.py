@@ -65,13 +65,13 @@ class LockAuditConfig(Checked):
     """Number of images or texts that the attacker has, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
-    """For --attacks drifted-base: noise on the weights of --base, in standard deviations of each tensor."""
+    """For the attack "drifted-base": noise on the weights of --base, in standard deviations of each tensor."""
 
     k: Count = 100
-    """For --attacks labels: number of labelled samples."""
+    """For the attack "labels": number of labelled samples."""
 
     steps: Count = 200
-    """For --attacks labels: number of training steps."""
+    """For the attack "labels": number of training steps."""
 
     test: Count = 1000
     """Number of samples on which accuracy is measured."""
