@@ -213,7 +213,7 @@ def test_the_rows_of_the_tables_and_the_first_screen(looks: list[TableAnalysis])
 
 
 @pytest.mark.parametrize(
-    ("count", "channels", "said"), [(16, 16, "smallest norm"), (17, 16, "hardly"), (31, 16, "hardly"), (32, 16, "")]
+    ("count", "channels", "said"), [(16, 16, "smallest norm"), (17, 16, "too few"), (31, 16, "too few"), (32, 16, "")]
 )
 def test_few_places_at_the_bounds(count: int, channels: int, said: str, looks: list[TableAnalysis]) -> None:
     look = replace(looks[0], decoded=replace(looks[0].decoded, fitted=count))
