@@ -25,7 +25,7 @@ def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(numbers["mixes"]) == 1
     assert outline((tmp_path / "reconstruct.html").read_text()) == [
         "First screen, 1 figure",
-        "How many positions are predicted right, 2 rows",
+        "How many positions are predicted correctly, 2 rows",
         "One image, 1 text",
         "More images, 1 figure",
         "Two images in one, 1 text, 1 figure",

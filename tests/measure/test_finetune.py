@@ -169,7 +169,7 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
         initialise(fresh, config.init, positions=config.init_positions, unlock=unlock)
         with torch.no_grad():
             assert torch.equal(fresh.encode(fresh.embed(x), fresh.positions()).patches, expected), source
-    with pytest.raises(SitusError, match="its blocks are scrambled without the key") as error:
+    with pytest.raises(SitusError, match="its blocks stay scrambled without its key") as error:
         initialise(fresh, str(tmp_path / "locked"))
     assert error.value.field == "key"
     for source, said in (

@@ -128,7 +128,7 @@ def test_scores_weigh_every_guess_alike() -> None:
     two = Puzzle(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 0], [0, 1]]), 0, 0, (1, 2))
     found = score([one, two])
     assert found == (3, 5 / 6, 1 / 6, 0.5 / 3)
-    with pytest.raises(SitusError, match=r"no samples to make puzzles of"):
+    with pytest.raises(SitusError, match=r"no samples to make jigsaw puzzles from"):
         score([])
 
 
@@ -313,7 +313,7 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     assert "γ = 0.75, γ_pos = 0.75." in drawn.render()
     assert outline(drawn.render()) == [
         "First screen, 1 figure",
-        "How many positions are predicted right, 3 rows",
+        "How many positions are predicted correctly, 3 rows",
         "γ_pos = 0.5, 1 text, 1 figure",
         "γ_pos = 0.75, 1 text, 2 figures",
         "How this page was made, facts",

@@ -158,7 +158,7 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     assert open_model(world / "locked").identity == found.identity  # and so with every opening
     assert open_model(world / "locked", unlock=opener(world)).identity == opened.identity
     assert found.home == opened.home
-    with pytest.raises(SitusError, match=r"sealed: is sealed, .* unlock it first \(situs unlock\), and start from"):
+    with pytest.raises(SitusError, match=r"sealed: is sealed .* unlock it first \(situs unlock\), and start from"):
         finetune_source(world / "sealed")
     for folder, said in (("sealed", "is sealed"), ("kept", "lacks the parts that were withheld")):
         with pytest.raises(SitusError, match=said):
@@ -257,7 +257,7 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("vit_tiny_patch16_224", {}, r"set weights to a file, to 'pretrained' .* or to 'random'"),
+    ("vit_tiny_patch16_224", {}, r"also set weights: to a file, to 'pretrained' .* or to 'random'"),
     ("{world}/weights.pt", {}, r"contains only weights; give MODEL as timm name and file, .*=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),

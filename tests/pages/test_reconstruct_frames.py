@@ -63,7 +63,7 @@ def test_the_page_of_a_row_speaks_of_clips(outline: Any, undrawn: None) -> None:
         drawn = make_page(replace(found, provenance=Provenance({"seed": 0}, things="clips")))
         assert outline(drawn.render()) == [
             "First screen, 1 figure",
-            f"How many positions are predicted right, {'2 texts' if told else '1 text'}, 2 rows",
+            f"How many positions are predicted correctly, {'2 texts' if told else '1 text'}, 2 rows",
             "One clip, 1 text",
             "More clips, 1 figure",
             *more,

@@ -225,7 +225,7 @@ def test_the_gpu_of_a_mac_is_named_mps_and_computes_alone(monkeypatch: pytest.Mo
     assert distributed.start("mps").device == torch.device("mps")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SitusError, match=r"^device=mps: a run with several ranks needs cpu or cuda$"):
+    with pytest.raises(SitusError, match=r"^device=mps: a run with several ranks works only on cpu or cuda$"):
         distributed.start("mps")
 
 

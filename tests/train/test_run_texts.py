@@ -180,7 +180,7 @@ def test_a_locked_folder_that_lacks_parts_is_tuned_with_both_files(
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert (tmp_path / "tuned/config.json").read_text().count(str(tmp_path / "locked")) == 3  # model, tokeniser, init
     for given, said in (
-        ({}, "is locked, and its blocks are scrambled without the key"),
+        ({}, "is locked, and its blocks stay scrambled without its key"),
         ({"key": key}, "give the owner's second file too"),
     ):
         with pytest.raises(SitusError, match=said):
@@ -371,10 +371,7 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
         open_text_victim(tmp_path / "run")
     assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()
-    assert (
-        "entries of the words are zero here" in card
-        and "start from the run, which still has its position table" in card
-    )
+    assert "entries of the words are zero here" in card and "start from the run instead of this export" in card
     kept = RunFolder.open(tmp_path / "run", writer=False).latest()
     began, name = load_file(world / "bert" / "model.safetensors"), "embeddings.position_embeddings.weight"
     (table,) = (value for key, value in kept.tensors("model").items() if key.endswith(name))  # pyright: ignore[reportOptionalMemberAccess]

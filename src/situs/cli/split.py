@@ -326,7 +326,7 @@ class Infer(ClientArgs):
             return
         if self.defence != "none":
             raise SitusError(
-                "defence: cannot be changed, because the run keeps the defence of its training; do not set defence",
+                "defence: cannot be changed, because the run uses the defence it was trained with; do not set defence",
                 field="defence",
             )
         if self.server == LOCAL:

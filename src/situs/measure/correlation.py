@@ -120,10 +120,11 @@ class Correlations(Result):
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)
         sentence = (
-            f"After the final norm, the mean correlation of the features of two positions is {last['within']:.2f} "
-            f"within one sample, and {last['across']:.2f} across two samples. The features of one sample "
-            f"{'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. For the same position in two "
-            f"samples, the correlation is {last['across_same']:.2f}, {more} than for different positions. {finding}. "
+            f"After the final norm, the mean correlation of the features of two different positions is "
+            f"{last['within']:.2f} within one sample, and {last['across']:.2f} across two samples. The features of one "
+            f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. Across two samples, the "
+            f"correlation at the same position is {last['across_same']:.2f}, {more} than at different positions. "
+            f"{finding}. "
             f"The difference in correlation between the same position and different positions is largest {where}: "
             f"{means[peak]['position']:.2f}."
         )

@@ -35,8 +35,9 @@ POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 MEANING = """
 After each block the model's final norm is applied, and every sample becomes one vector: its CLS token, or the mean of
 its patches. For each test sample, the k training samples with the most similar vectors (by cosine) are found. Each of
-these k samples votes for its class with a weight, and the class with the largest total weight wins. Nothing is trained,
-so kNN measures how the representation itself groups the samples.
+these k samples votes for its class. A more similar sample has a larger weight, unless the title of the table says
+"equal weights". The class with the largest total weight wins. Nothing is trained, so kNN measures how the
+representation itself groups the samples.
 """
 
 

@@ -40,10 +40,10 @@ Average precision (AP) is computed as in COCO, in percent. The detections of a c
 right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
 Precision is averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of
 .5, .55, … .95 and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects
-have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best detections of an image count.
-Detections inside a crowd are ignored.
+have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best detections of an image are
+used. Detections inside a crowd are ignored.
 
-F1 and the tables of confused classes count single objects and detections. They use only detections with a score of
+F1 and the tables of confused classes count objects and detections one by one. They use only detections with a score of
 {SURE} or more. Each detection is matched to the object (of any class) whose mask overlaps most with the mask of the
 detection, if this overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class,
 divided by the number of objects plus the number of detections.
@@ -136,8 +136,8 @@ class Detections(Result):
             for image in self.worst
         ]
         caption = (
-            f"The number left of each image is its F1. Only detections with a score of {SURE} or more are drawn. The "
-            "number at each box is the score of the detection."
+            f"The number to the left of each image is its F1. Only detections with a score of {SURE} or more are drawn."
+            " The number at each box is the score of the detection."
         )
         figures = worst_figures(rows, "masks.object_rows", self.classes, caption)
         rows_with_objects = [row for row in by_class(self) if row["boxes"] is not None]

@@ -119,7 +119,7 @@ def _sums(puzzle: Puzzle) -> Tensor:
 def _scores(sums: Tensor) -> PuzzleScores:
     images, guesses, right, far, empty = sums.tolist()
     if not images:
-        raise SitusError("there are no samples to make puzzles of", field="data")
+        raise SitusError("there are no samples to make jigsaw puzzles from", field="data")
     return PuzzleScores(int(images), right / guesses, far / guesses, empty / images)
 
 

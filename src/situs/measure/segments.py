@@ -138,7 +138,8 @@ class Segments(Result):
             for sample in self.worst
         ]
         caption = (
-            "The number left of each image is the mean IoU of its classes. Pixels without colour have no class (void)."
+            "The number to the left of each image is the mean IoU of the classes in this image. Pixels that are not "
+            "coloured in a mask have no class (void)."
         )
         worst = worst_figures(rows, "masks.mask_rows", self.classes, caption)
         return [*worst, *segment_figures(self.scores, self.classes)]

@@ -139,7 +139,7 @@ def open_whole(source: str | Path, unlock: Unlock | None) -> Model:
     """A locked folder opened with its key; an error without one."""
     if unlock is None:
         raise SitusError(
-            f"{source}: is locked, and its blocks are scrambled without the key; give the key", field="key"
+            f"{source}: is locked, and its blocks stay scrambled without its key; give the key", field="key"
         )
     return open_model(source, unlock=unlock)
 
@@ -313,8 +313,8 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; for the timm model of this name, set weights to a file, to "
-            f"{PUBLISHED!r} (the weights that timm publishes) or to {RANDOM!r}",
+            f"{name}: is neither a run nor an export; for the timm model of this name, also set weights: to a file, to "
+            f"{PUBLISHED!r} (the weights that timm publishes) or to {RANDOM!r} (an untrained model)",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights
@@ -341,7 +341,7 @@ def _shape_of(example: Any) -> dict[str, Any]:
         kind = (
             f"a tensor of shape {list(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
         )
-        raise SitusError(f"example: is {kind}; it must be a tensor [B, C, H, W]", field="example")
+        raise SitusError(f"example: must be a tensor [B, C, H, W], but is {kind}", field="example")
     return {"img_size": tuple(example.shape[-2:]), "in_chans": example.shape[1]}
 
 

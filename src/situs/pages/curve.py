@@ -9,9 +9,10 @@ from situs.report import figures
 from situs.report.html import Page, Section
 
 READ = (
-    "Each row shows a defence at one strength, and the attack that recovered most. All attacks know the defence and "
-    "its strength. A stopped or failed attack does not prove privacy; its row gives the reason. Exact means a PSNR "
-    "above 54.15 dB (a mean error of less than half of one grey level of 255), with every patch at its position."
+    "Each row shows a defence at one strength, and the attack that recovered most there. All attacks know the defence "
+    "and its strength. If attacks failed, were stopped or do not apply, the last column says why. This does not prove "
+    "privacy. Exact means a PSNR above 54.15 dB (a mean error of less than half of one grey level of 255), with every "
+    "patch at its position."
 )
 
 

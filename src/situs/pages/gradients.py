@@ -56,7 +56,8 @@ GATE = (
     "(1) No image is 'above', not even if the step uses the least likely labels. (2) The upload contains noise. (3) A "
     "closed-form attack solved every image, and the errors of its equations are as large as noise and precision "
     "predict. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases the gate "
-    "is inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate pass."
+    "is inconclusive (not a pass). An attack that searches for the image (such as `matching`) can make the gate fail, "
+    "but alone it never makes the gate pass."
 )
 
 ONLY = "and only against the attacks of this page. Other attacks may do better"
@@ -85,7 +86,7 @@ NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
 patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients still
-contain the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
+contain the inputs of the first step. The entry "{REFUSED}" in a table does not mean that the images are private.
 """
 
 REMEDIES = """
@@ -96,7 +97,8 @@ for any batch, although it gets harder with every image. A batch of one image is
 local steps.
 
 Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
-gradients of a step on one image by the same number, so the solution of the equations stays the same.
+gradients of an image by the same number. For a step on one image, the equations of the attack therefore keep the same
+solution.
 """
 """Which defences reduce the leak, and which do not."""
 
@@ -223,8 +225,8 @@ def _gate(ruling: Ruling | None) -> str:
         return "" if ruling is None else ruling.sentence
     limit = "" if ruling.limit == BLIND else f", and no image exceeds {ruling.limit.metric}={ruling.limit.bound:g}"
     return (
-        "The gate failed. It passes only if no image is recovered better than blind guesses (within the gate's "
-        f"margins){limit}."
+        "The gate failed. It passes only if no image is recovered better than blind guesses by more than the gate's "
+        f"margins{limit}."
     )
 
 
@@ -338,9 +340,9 @@ def _results(section: Section, audit: Audit) -> None:
             [*header[:2], *header[-2:]],
             solved,
             "These attacks solve linear equations for the pixels. The matrix G of these equations is the gradient "
-            "of the position table. If G has full rank, the equations have only one solution. The lower the condition "
-            "number of G, the less the solution suffers from rounding. The table shows the smallest rank and the "
-            "median condition number over the images.",
+            "of the model's position embeddings. If G has full rank, the equations have only one solution. The lower "
+            "the condition number of G, the less the solution suffers from rounding. The last columns show the "
+            "smallest rank and the median condition number over the images.",
         )
     for pair in audit.pairs:
         if sentence := _searched(pair, pair.case.defence.step(audit.step).batch):

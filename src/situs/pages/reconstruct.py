@@ -34,7 +34,7 @@ def page(result: Reconstruction) -> Page:
     page = Page(f"Jigsaw puzzles solved by {result.provenance.name}", lead=summary.sentence)
     best, score = max(result.scores.items(), key=lambda item: item[1].right)
     page.number(percent(score.right), f"of the predicted positions are right at {best.text}")
-    section = page.section("How many positions are predicted right")
+    section = page.section("How many positions are predicted correctly")
     section.table(summary.tables[0].header, summary.tables[0].rows, _SCORES_CAPTION)
     for note in filter(None, (*summary.notes, channels_drawn(result.images.shape[1]))):
         section.text(note)
@@ -46,9 +46,9 @@ def page(result: Reconstruction) -> Page:
 
 
 _SCORES_CAPTION = (
-    "Right: the fraction of right predictions. Mean error: the mean distance between the predicted and the true "
-    "position. Positions left empty: of the true positions of the shown patches, the fraction at which the model "
-    "placed no patch."
+    "Right: the fraction of correct predictions. Mean error: the mean distance between the predicted and the true "
+    "position. Positions left empty: the fraction of the shown patches at whose true position the model placed no "
+    "patch."
 )
 
 _IN_TIME = (
@@ -66,7 +66,7 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
     )
     drawn = one_image_figure(result.images[0], result.solved, result.seed)
     page.opening.figure(drawn, f"{_PLACED} Top: the context at its true positions.", name="one")
-    caption = f"{_PLACED} The number above an image is the fraction of right predictions."
+    caption = f"{_PLACED} The number above an image is the fraction of correct predictions."
     page.section("More images").figure(placed_figure(result.images, result.solved), caption, name="placed")
     if result.mixes:
         section = page.section("Two images in one")
@@ -87,7 +87,8 @@ _PLACED = (
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"In pair {number}, the fraction of patches at their true position (in their own image) is {shares}."
+    placed = "placed at the position that they had in their original image"
+    return f"In pair {number}, the fraction of patches {placed} is {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -96,14 +97,14 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
             f"γ_pos = {dropped:g} is the fraction of the shown patches that have no position. The other shown patches "
-            "keep their position (outlined in green). The number above an image is the fraction of right predictions."
+            "keep their position (outlined in green). The number above an image is the fraction of correct predictions."
         )
         (section if number else page.opening).figure(
             panels(
                 [[*panels_of, image] for image, panels_of in _rows(result.images, solved, verdict_panel)], result.grid
             ),
             "Black hatched patches are hidden from the model. White patches with a red edge are predicted at a wrong "
-            "position. All other patches are predicted right or have kept their position.",
+            "position. All other patches are predicted correctly or have kept their position.",
             name=f"verdict-{dropped:g}",
         )
         section.figure(

@@ -29,9 +29,9 @@ setting (c) show how well the patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), a model without MJP is also trained on the shuffled image, so an attack on it can recover only this
-image, not the original. The gradients of this model do not reveal which patches were moved, so no attacker can restore
-their order.
+In setting (c), the training step of a model without MJP uses the shuffled image instead of the original. An attack on
+this step can therefore recover only the shuffled image. The gradients do not reveal which patches were moved, so no
+attacker can restore their order.
 """
 
 PUBLISHED = [
@@ -138,7 +138,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
             figures.image_rows([(name, images[:count].cpu()) for name, images in strips]),
             f"Setting ({setting}): {SETTINGS[setting].about}. The figure shows what each attacker recovered from one "
             f"step, for the first {counted(count, 'images')}. The number beside a row is the mean PSNR against the "
-            f"originals, over all attacked images (at most {len(comparison.names)}).",
+            f"originals, over all images that were attacked ({len(comparison.names)} or fewer).",
             name=f"pictures-{setting}",
         )
 

@@ -18,10 +18,11 @@ THREAT = {
     "the defence with its settings",
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
-    "gradients. The output of the first block's attention shows which words form a "
-    "sentence. In a causal model, the attack builds each sentence from left to right. The attack tests each "
-    "sentence with the gradients of the second block. It does not use the true sentences. Some words are targets but "
-    "not inputs (the last word of a sentence, masked words); the last layer's gradients reveal these words",
+    "gradients. From the gradients, the attack also computes outputs of the first block's attention, which show which "
+    "words belong to the same sentence. In a causal model, the attack builds each sentence from left to right. The "
+    "attack tests each sentence with the gradients of the second block. It does not use the true sentences. Some words "
+    "are targets but not inputs (the last word of a sentence, masked words); the last layer's gradients reveal these "
+    "words",
 }
 """The attacker of this audit."""
 
@@ -42,8 +43,9 @@ These measures do not help: withholding the gradient of the word embedding (comp
 gradient), small batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
-at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise
-multiplier of 0.5 or more bounds every attack. Clipping alone bounds no attack.
+at least as many tokens as the model has channels. Other attacks may still work. Only differential privacy limits what
+any attack can recover, and the limit is strong only if ε is small. Use a noise multiplier of 0.5 or more: with much
+less noise, the limit is useless. Clipping alone limits no attack.
 """
 
 SHOWN = 16
@@ -82,9 +84,9 @@ def page(audit: TextAudit) -> Page:
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
-        "candidates: sentences that were recovered completely, plus sentences that the attacker picks, with a "
-        "probability above 99 %, out of versions of the sentence that differ in one word. A dash in the column of "
-        "seconds means that the row has the same result as the row above."
+        "candidates: sentences that were recovered completely, plus sentences that an attacker can tell from versions "
+        "with one other word (for the attacker, the true sentence has a probability above 99 %). A dash in the column "
+        "of seconds means that the row has the same result as the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):

@@ -213,9 +213,9 @@ class _Training:
         init, key = self.config.init, None
         if "columns" in hiding.permute and init is not None and not is_locked(init):
             raise SitusError(
-                f"permute=columns: the blocks of {init} are not locked, so the server knows them. Lock "
-                f"{init} with a key, start the server from the locked folder, and start the client from "
-                "the locked folder with the key",
+                f"permute=columns: needs locked blocks, but the blocks of {init} are not locked, so the server knows "
+                f"them. First lock {init} with a key. Then start the server from the locked folder, and the client "
+                "from the locked folder with the key",
                 field=("permute", "init"),
             )
         if hiding.secret:
@@ -272,7 +272,7 @@ class _Training:
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
                 f"init={self.config.init}: the server's blocks come from other weights; start both sides from the same "
-                "weights. If channels are permuted, start the server from the locked folder",
+                "weights. With permute=columns, the server must start from the folder that the lock wrote",
                 field="init",
             )
 

@@ -60,8 +60,8 @@ def served_method(config: RunConfig, say: Callable[[str], None] = lambda _: None
         missing = sorted(names & {f"model.{name}" for name in absent})
         if missing:
             raise SitusError(
-                f"{config.init}: the lock withholds {missing[0]}, so the server lacks a block; use a lock that does "
-                "not withhold this tensor",
+                f"{config.init}: the lock withholds the tensor {missing[0]}, so a block of the server is incomplete; "
+                "use a lock that does not withhold this tensor",
                 field="init",
             )
         state = locked.state_dict()

@@ -289,7 +289,7 @@ class StudyFolder:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
             raise SitusError(
-                f"take: a model can replace only the result of a job that trains, but the job {name} only measures",
+                f"take: a finished model can replace only a job that trains, but the job {name} only measures",
                 field="take",
             )
         if not (source / "config.json").is_file():

@@ -415,15 +415,16 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
         if not self.jobs and not any(missing.whole for missing in self.missing):
-            raise SitusError("jobs: a study without jobs needs a table [[missing]] with the reason", field="jobs")
+            reason = "needs an entry [[missing]] (without rows and columns) that says why it cannot be run"
+            raise SitusError(f"jobs: a study without jobs {reason}", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
             raise SitusError(
-                "measured: must give the date and the machine, because some rows of tables or lines of curves have "
-                "measured numbers (the key 'ours')",
+                "measured: must give the date and the machine of the measured numbers, because some table rows or "
+                "curves have such numbers (under their key 'ours')",
                 field="measured",
             )
         names = {entry.name for entry in (*rows, *self._lines())}

@@ -130,7 +130,9 @@ def _check_names(study: Study, jobs: Jobs) -> None:
             raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
             raise SitusError(
-                f"{where}: names the job {job!r}, but not the number to read from it; set 'figure'", field=where
+                f"{where}: names the job {job!r}, but not which of its numbers to read; set the key 'figure' to the "
+                "path of this number",
+                field=where,
             )
         try:
             check_path(figure)

@@ -138,8 +138,8 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
     """The default `Start`: refuses, since only `situs.models` knows how to read first weights."""
     raise SitusError(
-        f"init={config.init}: cannot be loaded into {backbone.name}, because Setup has no function `start`; give Setup "
-        "such a function",
+        f"init={config.init}: cannot be loaded into {backbone.name}, because the Setup of this training has no "
+        "function `start`, which loads initial weights; pass Setup(start=situs.models.start.starting())",
         field="start",
     )
 

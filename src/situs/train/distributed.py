@@ -72,7 +72,7 @@ def start(device: str | None = None) -> Ranks:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
     if kind.type not in ("cpu", "cuda"):
-        raise SitusError(f"device={device}: a run with several ranks needs cpu or cuda", field="device")
+        raise SitusError(f"device={device}: a run with several ranks works only on cpu or cuda", field="device")
     if kind.type == "cuda":
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(kind)

@@ -194,8 +194,10 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     return notes, bool(remaining)
 
 
-_GIVE = "To fine-tune with positions, give the model new positions first."
-_GIVE_WORDS = "To fine-tune with positions, start from the run, which still has its position table."
+_GIVE = "To fine-tune with positions, first replace these zeros with new position embeddings."
+_GIVE_WORDS = (
+    "To fine-tune with positions, start from the run instead of this export: the run has not set these entries to zero."
+)
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 

@@ -353,8 +353,8 @@ class _Loop:
             record["loss_scale"] = scale = self.stepper.scaler.get_scale()
             if scale < 2.0**-24:
                 raise SitusError(
-                    f"precision='fp16': gradients overflowed in every step before step {self.step} of epoch {epoch}; "
-                    f"use bf16 or fp32",
+                    f"precision='fp16': up to step {self.step} (epoch {epoch}), gradients overflowed in more than 40 "
+                    "steps; use bf16 or fp32",
                     field="train.precision",
                 )
         record["images_per_second"] = self.samples / spent
@@ -469,8 +469,8 @@ class _Loop:
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, so the run cannot end at step "
-                f"{self.total}",
+                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} already done, so the run cannot end "
+                f"earlier, at step {self.total}",
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:

@@ -59,8 +59,9 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 NOT_COVERED = (
     "ε covers the weights, their moving average (EMA) and everything computed from them. ε does not cover the "
     "training loss and accuracy in the log, the samples of the validation split, the choice of settings or of a "
-    "checkpoint, or the data that the initial weights were trained on. For clips, the mean and standard deviation "
-    "are measured on the training clips, and ε does not cover these two values. Rounding errors are ignored"
+    "checkpoint, or the data that the initial weights were trained on. Audio clips are normalised by a mean "
+    "and a standard deviation measured on the training clips, and ε does not cover these values. Rounding errors are "
+    "ignored"
 )
 """What a reader must know of every ε."""
 
@@ -227,7 +228,10 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
         if path.exists():
             value = path.read_bytes()
             if len(value) != KEY_SIZE:
-                raise SitusError(f"{path}: must have {KEY_SIZE} bytes; delete this file to continue with a new secret")
+                raise SitusError(
+                    f"{path}: the file with the secret seed of the noise must have {KEY_SIZE} bytes; delete it to "
+                    "continue with a new seed"
+                )
             return Secret(value), True
         value = secrets.token_bytes(KEY_SIZE)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -323,7 +327,8 @@ class PrivateStepper(Stepper):
         for part in parts:
             if part.draws:
                 raise SitusError(
-                    "dp: methods that draw random numbers in a step (masks, orders) are not supported", field="dp"
+                    "dp: methods that draw random masks or random orders of the patches in a step are not supported",
+                    field="dp",
                 )
             for at in range(0, len(part.batch.ids), self.at_once):
                 sums = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
@@ -423,7 +428,7 @@ class Private:
         if run.resumed and not existed:
             note(
                 "the file with the secret seed of the noise (dp.secret) is missing, so the run continues with a new "
-                "secret"
+                "seed"
             )
         note(sentence)
         mechanism = Mechanism(self.secret, noise, dp.clip, loader.global_batch)

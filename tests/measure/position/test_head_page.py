@@ -40,7 +40,7 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     told: dict[str, Any] = {"anchors": 0.1, "trained_anchors": 0.1, "top5": {0.0: 0.75, 0.5: 0.5}}
     found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, **told)
     assert found.summary().sentence == (
-        "At η = 0.5, the model predicts the position of 12.50 % of all patches right, 2.0 times chance (6.25 %). "
+        "At η = 0.5, the model predicts the position correctly for 12.50 % of all patches, 2.0 times chance (6.25 %). "
         "The training used η = 0.4."
     )
     rows = [{"ratio": 0.0, "accuracy": 0.25, "top5": 0.75}, {"ratio": 0.5, "accuracy": 0.125, "top5": 0.5}]

@@ -49,7 +49,7 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "only from the position embeddings" in said
     assert "If 50 % of the patches are shuffled, the CLS token changes by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
-    assert "Its blocks are permutation equivariant" in said
+    assert "The model's blocks are permutation equivariant" in said
 
 
 def test_shuffles_with_the_mask_known_and_hidden(audit: PositionAudit) -> None:
@@ -83,7 +83,7 @@ def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
     law = {"status": "refused", "reason": "its relative bias follows places", "errors": {}}
     said = verdict(replace(found, rows=law))
     assert "`relpos` encodes its 2 × 3 positions by biases between pairs of tokens." in said
-    assert "Its blocks are not permutation equivariant: its relative bias" in said
+    assert "The model's blocks are not permutation equivariant: its relative bias" in said
 
 
 def test_words_at_the_borders(audit: PositionAudit) -> None:

@@ -137,7 +137,7 @@ def test_page_draws_umap_where_it_is_installed(looks: list[TableAnalysis], monke
     assert "pip install" not in text
 
 
-@pytest.mark.parametrize(("dim", "said"), [(16, "smallest norm"), (12, "hardly enough"), (4, "")])
+@pytest.mark.parametrize(("dim", "said"), [(16, "smallest norm"), (12, "too few positions"), (4, "")])
 def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
     note = look_at("few", table("noise", dim=dim)).few_places
     assert all(part in note for part in ("`few`", "16 positions", f"{dim} channels")) if said else note == ""
@@ -213,7 +213,7 @@ def test_the_rows_of_the_tables_and_the_first_screen(looks: list[TableAnalysis])
 
 
 @pytest.mark.parametrize(
-    ("count", "channels", "said"), [(16, 16, "smallest norm"), (17, 16, "hardly"), (31, 16, "hardly"), (32, 16, "")]
+    ("count", "channels", "said"), [(16, 16, "smallest norm"), (17, 16, "too few"), (31, 16, "too few"), (32, 16, "")]
 )
 def test_few_places_at_the_bounds(count: int, channels: int, said: str, looks: list[TableAnalysis]) -> None:
     look = replace(looks[0], decoded=replace(looks[0].decoded, fitted=count))

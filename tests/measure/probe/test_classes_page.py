@@ -74,7 +74,7 @@ def test_places_of_two_models_stand_side_by_side() -> None:
         ["b", "75.00", 0.75, 2.0, 12, 20],
     ]
     assert said.notes[1] == "In b, a patch that lost its position gets a vector." and len(said.notes) == 2
-    assert said.numbers == (("75.00 %", "positions predicted right"),)
+    assert said.numbers == (("75.00 %", "positions predicted correctly"),)
     bars, places = found.figures()
     assert bars.values[0] == {"a": 75.0, "b": 75.0, "chance, 1 / 2": 50.0}
     maps = {name: shares.tolist() for name, (shares, _) in places.values[0].items()}

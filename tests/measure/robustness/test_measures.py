@@ -87,7 +87,7 @@ def test_answers_of_equal_confidence_count_as_the_mean_over_their_orders(pairs: 
 def test_confidence_that_says_nothing_gets_the_accuracy() -> None:
     correct = torch.arange(40) % 4 == 0
     assert aurra(torch.full((40,), 0.7), correct) == pytest.approx(0.25)
-    with pytest.raises(SitusError, match="no answers"):
+    with pytest.raises(SitusError, match="no predictions to rank"):
         aurra(torch.empty(0), torch.empty(0))
 
 

@@ -37,7 +37,7 @@ These patches all get the same learned vector instead of a position. The run's p
 positions each of these patches came from. The numbers are the top-1 accuracy over these patches.
 
 With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. A cell is one
-pair of γ and γ_pos. The mean gives all cells the same weight, as in the paper.
+pair of γ and γ_pos. The mean gives all cells the same weight, as in DropPos's paper.
 """
 CURVE = """
 No patch has a position. A fraction η of the patches are only queries: they attend to the other patches, but no patch
@@ -131,11 +131,11 @@ class PositionGrid(Result):
         return [
             Figure(
                 "grid",
-                "Percentage of right predictions among the visible patches without a position. The run was trained at "
-                f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
+                "Percentage of correct predictions among the visible patches without a position. The run was trained "
+                f"at γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
-                ({"": (values, "positions predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
-                 *labels),
+                ({"": (values, "positions predicted correctly, %")}, [f"{g:g}" for g in gammas],
+                 [f"{g:g}" for g in across], *labels),
                 {"limits": (0.0, max(10.0, 10.0 * math.ceil(highest / 10)))},
             )
         ]  # fmt: skip
@@ -165,7 +165,7 @@ class PositionCurve(Result):
         eta = min(self.accuracy, key=lambda ratio: abs(ratio - self.trained))
         accuracy, chance = self.accuracy[eta], 1 / self.places
         sentence = (
-            f"At η = {eta:g}, the model predicts the position of {percent(accuracy, 2)} of all patches right, "
+            f"At η = {eta:g}, the model predicts the position correctly for {percent(accuracy, 2)} of all patches, "
             f"{accuracy / chance:.1f} times chance ({percent(chance, 2)}). The training used η = {self.trained:g}."
         )
         near = self.top5
@@ -188,8 +188,8 @@ class PositionCurve(Result):
     def figures(self) -> list[Figure]:
         """Accuracy over η, and chance."""
         series = {"this run": (list(self.accuracy), [100 * value for value in self.accuracy.values()])}
-        labels = ("η at evaluation, fraction of patches that are not keys", "positions predicted right, %")
-        caption = f"Share of all patches whose position is predicted right. Trained at η = {self.trained:g}."
+        labels = ("η at evaluation, fraction of patches that are not keys", "positions predicted correctly, %")
+        caption = f"Fraction of all patches whose position is predicted correctly. Trained at η = {self.trained:g}."
         chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
         return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]
 

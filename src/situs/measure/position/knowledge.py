@@ -281,19 +281,20 @@ MEANING = """
 Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
 and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
 linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
-With the patches shuffled, a reader can use only the positions that the model adds. A linear reader gives a lower bound:
-another reader, or more samples, may find more. A further regression reads the position embeddings themselves. It is
-fitted on some positions, and tested on the others. The readers of the features are fitted on all positions, and tested
-on other samples.
+With the patches shuffled, a reader can use only the positions that the model adds. The features reveal at least as much
+about positions as a linear reader finds: another reader, or more samples, may find more. A further regression reads the
+position embeddings themselves. It is fitted on some positions, and tested on the others. The readers of the features
+are fitted on all positions, and tested on other samples.
 
-Another test shuffles the patches inside a mask of rectangular blocks. γ is the share of patches in the mask. Diff.Norm
-is the mean distance between the vectors that the classifier reads before and after the shuffle. "Mask hidden" means
+Another test shuffles the patches inside a mask made of rectangles. γ is the share of patches in the mask. Diff.Norm is
+the mean distance between the vectors that the classifier reads before and after the shuffle. "Mask hidden" means
 that the model does not know which patches are shuffled: the position embeddings stay in place, so the shuffled patches
 have wrong positions. "Mask known" means that the patches in the mask lose their positions. `situs evaluate consistency`
 measures this effect in more detail.
 
-Permutation equivariance means: if the tokens are permuted before the blocks, the output is permuted in the same way,
-and the gradients of all weights stay the same. With RoPE, the rotations are permuted together with the tokens.
+Permutation equivariance of the transformer blocks means: if the tokens are permuted before the blocks, the output of
+the blocks is permuted in the same way, and the gradients of all weights stay the same. With RoPE, the rotations are
+permuted together with the tokens.
 """
 FEATURES = "The position of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -348,7 +349,7 @@ class PositionAudit(Result):
         names = [reading.depth.replace("embedding", "embed") for reading in self.probed.readings[OWN]]
         last, figures = self.probed.readings[OWN][-1], []
         for name, label, scale, values, blind, caption in (
-            ("named", "positions predicted right, %", 100, "right", last.blind_right,
+            ("named", "positions predicted correctly, %", 100, "right", last.blind_right,
              "Share of the patches whose exact position is predicted."),
             ("error", "mean error, patches", 1, "error", last.blind_error,
              "Mean error of the predicted row and column. A low error means that the features reveal the position."),
@@ -532,11 +533,11 @@ def _law(audit: PositionAudit) -> str:
         return ""
     reason = audit.rows["reason"]
     if audit.rows["status"] == "refused":
-        return f"Its blocks are not permutation equivariant: {reason}."
+        return f"The model's blocks are not permutation equivariant: {reason}."
     worst = max(audit.rows["errors"].values())
     because = f" ({reason})" if reason else ""
     return (
-        f"Its blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks know "
+        f"The model's blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. They know "
         "the positions of the patches only from the values of the tokens, not from their order."
     )
 
@@ -560,8 +561,8 @@ def _read_table(audit: PositionAudit) -> Table:
     )
     if audit.hierarchical:
         caption += (
-            " This model merges patches between its stages. The table therefore has no rows for single blocks, and the "
-            "last grid is coarser than the first."
+            " This model merges patches between its stages, so its patch grid is coarser at the end than at the start. "
+            "The table has rows only for the start and the end, not for each block."
         )
     return Table(FEATURES, header, rows, caption)
 
@@ -576,7 +577,7 @@ def _shuffled_table(audit: PositionAudit) -> Table:
         cells: list[Cell] = [f"{row.ratio:g}", mask, row.masked, f"{row.diff_norm:.3g}"]
         stay = [None if row.consistency is None else percent(row.consistency)] if answers else []
         rows.append([*cells, share, *stay])
-    caption = "" if answers else "The model has no trained classifier, so there are no answers to compare."
+    caption = "" if answers else "The model has no trained classifier, so there are no predictions to compare."
     return Table("The effect of shuffled patches", header, rows, caption)
 
 
@@ -592,7 +593,8 @@ def _law_table(audit: PositionAudit) -> Table:
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
             "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. A "
-            f"server that has the client's embedding and {audit.probed.fitted} other samples can fit a linear reader. "
-            f"This reader predicts the exact position of {percent(first.right, 0)} of the tokens that the client sends."
+            f"server that has the weights of the client's embedding and {audit.probed.fitted} other samples can fit a "
+            "linear reader, which predicts positions. This reader predicts the exact position of "
+            f"{percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)

@@ -286,7 +286,7 @@ class PositionProbes(Probes[PositionProbe]):
         ]  # fmt: skip
         unknown = [f"In {name}, a patch that lost its position gets {probe.unknown}." for name, probe in
                    self.probes.items()]  # fmt: skip
-        share = (percent(first.score.accuracy, 2), "positions predicted right")
+        share = (percent(first.score.accuracy, 2), "positions predicted correctly")
         return Summary(sentence, (Table(self.data, header, rows),), tuple(unknown), (share,))
 
     def figures(self) -> list[Figure]:
@@ -297,7 +297,7 @@ class PositionProbes(Probes[PositionProbe]):
         maps = {
             name: (100 * by.hits.double() / by.counts.clamp(min=1)).reshape(self.grid) for name, by in by_class.items()
         }
-        labels = ("column of the patch", "row of the patch", "positions predicted right, %")
+        labels = ("column of the patch", "row of the patch", "positions predicted correctly, %")
         values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
         highest = max(float(shares_of.max()) for shares_of in maps.values())
         return [

@@ -309,7 +309,8 @@ def head_of(backbone: Backbone, classes: int) -> nn.Linear:
     ]
     if len(heads) != 1 or heads[0].bias is None:
         raise SitusError(
-            f"{backbone.name}: must have exactly one linear classifier, with a bias, to initialise it from a probe",
+            f"{backbone.name}: its classifier cannot be initialised from a probe; the model must have exactly one "
+            "linear classifier, which must have a bias",
             field="source",
         )
     return heads[0]

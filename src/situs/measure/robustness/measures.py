@@ -80,7 +80,7 @@ def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:
     Answers of equal confidence count as their mean, as in a random order: their order in the file means nothing.
     """
     if confidence.numel() == 0:
-        raise SitusError("there are no answers to rank")
+        raise SitusError("there are no predictions to rank by confidence")
     values, order = confidence.double().sort(descending=True)
     hits = correct.double()[order]
     _, group, counts = torch.unique_consecutive(values, return_inverse=True, return_counts=True)
@@ -232,8 +232,8 @@ class Robustness(Result):
         caption = f"The first image of each folder of {self.published}."
         if self.published is None:
             caption = (
-                f"Each row shows the first image of the set with one corruption, as the model saw it. {MADE_HERE} "
-                f"Strengths: {describe(self.side)}."
+                f"Each row shows one corruption of the first image of the set, as the model saw it. {MADE_HERE} Source "
+                f"of the strengths: {describe(self.side)}."
             )
         rows = list(zip(names, self.pictures, strict=True))
         title = "Examples of the corruptions"

@@ -140,8 +140,9 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
-            f"{root / name}.npy: must contain uint8 images of the shape [5 n, H, W, C], but contains {images.dtype} "
-            f"{images.shape}. {_LABELS} must contain labels of the shape [5 n]; its shape is {labels.shape}",
+            f"{root / name}.npy: must contain uint8 images of the shape [5 n, H, W, C] (n images at each of 5 "
+            f"severities), but contains {images.dtype} numbers of the shape {list(images.shape)}. {_LABELS} must "
+            f"contain one label per image; its shape is {list(labels.shape)}",
             field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)
@@ -427,5 +428,6 @@ class _Run:
         labels = class_labels(source).tolist()
         rows = [row for row, label in enumerate(labels) if label >= 0 and meant[label] in outputs]
         if not rows:
-            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field=field)
+            reason = "must contain normal images of the classes that ImageNet-O is evaluated on, but has none"
+            raise SitusError(f"{source.name}: {reason}", field=field)
         return self.wrap(Rows(source, rows))

@@ -128,7 +128,8 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:
         raise SitusError(
-            f"{folder}: its certificates or its key cannot be read as PEM without a password: {str(error)[:120]}",
+            f"{folder}: {', '.join(file.name for file in files[:2])} or {files[2].name} cannot be read as PEM (a key "
+            f"with a password is not supported): {str(error)[:120]}",
             field="tls",
         ) from None
     _check_time(files[0], trusted)
