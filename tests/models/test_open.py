@@ -158,7 +158,7 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     assert open_model(world / "locked").identity == found.identity  # and so with every opening
     assert open_model(world / "locked", unlock=opener(world)).identity == opened.identity
     assert found.home == opened.home
-    with pytest.raises(SitusError, match=r"sealed: is sealed, .* unlock it first \(situs unlock\), and start from"):
+    with pytest.raises(SitusError, match=r"sealed: is sealed .* unlock it first \(situs unlock\), and start from"):
         finetune_source(world / "sealed")
     for folder, said in (("sealed", "is sealed"), ("kept", "lacks the parts that were withheld")):
         with pytest.raises(SitusError, match=said):

@@ -123,7 +123,7 @@ def finetune_source(source: str | Path) -> FinetuneSource:
     folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed, so a run could not rebuild its model; unlock it first (situs unlock), "
+            f"{source}: is sealed (encrypted), so a run could not rebuild its model; unlock it first (situs unlock), "
             "and start from the unlocked folder",
             field="source",
         )
