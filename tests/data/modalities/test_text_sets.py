@@ -209,7 +209,7 @@ def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
     with pytest.raises(SitusError, match=f"no column 'text'; .*first row .*{shown}"):
         read(file, tokeniser, column="text", unlabelled=unlabelled)
     file.write_text("said\nw1\n")
-    with pytest.raises(SitusError, match=r"with one of .* said; add a heading"):
+    with pytest.raises(SitusError, match=r"with one of .* said. If the file has no heading, add one"):
         read(file, tokeniser, unlabelled=unlabelled)
     assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
 
