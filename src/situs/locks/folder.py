@@ -132,7 +132,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
         )
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{backbone.name}: was given as a PyTorch module, so there is no config to rebuild it from; lock a model "
+            f"{backbone.name}: was given as a PyTorch module, so it cannot be rebuilt from a config; lock a model "
             "folder instead"
         )
     if isinstance(source, Model):

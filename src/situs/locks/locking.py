@@ -150,7 +150,7 @@ def lock(
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
         raise SitusError(
-            f"withheld={withheld}: is the file for withheld parts, but no parts were chosen; choose them with the "
+            f"withheld={withheld}: is the file for withheld parts, but no parts are named; name the parts in the "
             "option `withhold`",
             field="withhold",
         )
