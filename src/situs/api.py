@@ -423,7 +423,8 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
 
     if withheld is not None and not is_locked(source):
         raise SitusError(
-            f"{source}: is not locked, so no part of the model was withheld; do not set withheld", field="withheld"
+            f"{source}: is not a locked model (situs lock), so no part of it was withheld; do not set `withheld`",
+            field="withheld",
         )
     if key is None:
         return None

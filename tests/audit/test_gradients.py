@@ -304,7 +304,7 @@ def test_openings() -> None:
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
         "No attack of this audit applies to the gradients of this model; the reasons are listed below. This does "
-        "not prove privacy. Try the attack `matching`, which applies to any model."
+        "not prove privacy. If this audit did not try the attack `matching`, try it: it applies to almost every model."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
     assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (

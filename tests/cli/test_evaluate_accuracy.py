@@ -107,7 +107,7 @@ def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     for name, words, said in (
         ("locked", [], "is sealed" if "--seal" in flags else "lacks the parts that were withheld"),
         ("locked", [*key] if second else [*key, "--withheld", str(tmp_path / "key.json")], "withheld"),
-        ("x", ["--withheld", str(tmp_path / "key.json")], "is not locked"),
+        ("x", ["--withheld", str(tmp_path / "key.json")], "is not a locked model"),
     ):
         assert main(["evaluate", "accuracy", str(tmp_path / name), *words, *out]) == 2
         error = capsys.readouterr().err

@@ -252,7 +252,9 @@ def test_a_block_that_no_group_moves_is_refused(source, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(Backbone, "groups", forgetful)
-    with pytest.raises(SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, but no key permutes it"):
+    with pytest.raises(
+        SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, but a key would not permute it"
+    ):
         lock(source, KEY, tmp_path / "locked")
 
 

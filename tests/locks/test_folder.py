@@ -71,12 +71,12 @@ def test_names_in_file_want_one_tensor_of_the_right_shape(model_folder):
 def test_a_module_that_cannot_be_made_again_is_not_written(tmp_path):
     backbone = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, model_args=dict(depth=1))
     backbone.source = {}
-    with pytest.raises(SitusError, match="wrapped as a module"):
+    with pytest.raises(SitusError, match="given as a PyTorch module"):
         write_model(backbone, tmp_path)
     swin = create_backbone(
         "swin_tiny_patch4_window7_224", img_size=32, positions="learned", model_args=dict(depths=(1, 1), embed_dim=12)
     )
-    with pytest.raises(SitusError, match="positions outside the model"):
+    with pytest.raises(SitusError, match="position table is not part of the wrapped model"):
         write_model(swin, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -230,7 +230,7 @@ def test_retrained_still_wants_the_key_and_the_layout(locked_vit, tmp_path):
         unlock(trained, OTHER, tmp_path / "open", retrained=True)
     state = load_file(trained / WHOLE)
     save_file({name: tensor.half() for name, tensor in state.items()}, trained / WHOLE)
-    with pytest.raises(SitusError, match=r"F16 \[24\], but was locked as F32 \[24\]"):
+    with pytest.raises(SitusError, match=r"F16 and shape \[24\], but was locked with dtype F32 and shape \[24\]"):
         unlock(trained, KEY, tmp_path / "open", retrained=True)
     (trained / NAME).unlink()
     with pytest.raises(SitusError, match="not a locked model"):

@@ -151,7 +151,7 @@ def test_no_field_can_be_altered(folder, where, value):
         (dict(extra=1), "unknown key"),
         (dict(key_id="xyz"), "key_id must be 16"),
         (dict(lock_id=5), "lock_id"),
-        (dict(layout="0" * 64), "layout hash"),
+        (dict(layout="0" * 64), "hash of tensor names"),
         (dict(hmac=""), "no HMAC"),
         (dict(shards={}), "no weight file"),
         (dict(shards={"../model.safetensors": "e" * 64}), "not the name of a file"),

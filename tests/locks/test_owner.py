@@ -313,7 +313,7 @@ def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
     lock(clear, KEY, sealed, seal=True)
     (tmp_path / "val.csv").write_text("sentence,label\nw1 w2 w3,no\nw4 w5,yes\n")
     before = sorted(path.name for path in sealed.iterdir())
-    with pytest.raises(SitusError, match=r"is sealed, .* incomplete without its key"):
+    with pytest.raises(SitusError, match=r"is sealed .* incomplete without its key"):
         open_model(sealed)
     with pytest.raises(SitusError, match=r"tokenizer\.json is sealed"):
         Tokeniser(sealed)

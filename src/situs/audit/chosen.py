@@ -149,9 +149,10 @@ class WeightCheck(Result):
     subject: ClassVar[str] = "were its weights crafted?"
     meaning: ClassVar[str] = (
         "A server can craft weights that make single samples readable in an upload. Each measure looks for one sign "
-        "of such weights. A score is the value of a measure on a scale where the limit of this measure is 1. The "
-        "limits were set on honest (not crafted) weights only. A score below 1 does not prove that the weights are "
-        "honest, because a server can craft weights that stay below all limits."
+        "of such weights, and has a limit, above which weights look crafted. The value of a measure is rescaled to a "
+        "score, so that the limit has the score 1. The limits were set on honest (not crafted) weights only. A score "
+        "below 1 does not prove that the weights are honest, because a server can craft weights that stay below all "
+        "limits."
     )
 
     model: str

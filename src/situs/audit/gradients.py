@@ -312,8 +312,9 @@ def opening(audit: Leak) -> str:
                 "about privacy."
             )
         return (
-            "No attack of this audit applies to the gradients of this model; the reasons are listed below. This does "
-            "not prove privacy. Try the attack `matching`, which applies to any model."
+            "No attack of this audit applies to the gradients of this model; the reasons are listed below. This "
+            "does not prove privacy. If this audit did not try the attack `matching`, try it: it applies to almost "
+            "every model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 

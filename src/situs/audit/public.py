@@ -134,7 +134,8 @@ def audit_gradients(
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
         raise SitusError(
-            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or do not set sent",
+            f"sent={sent}: applies only to a captured upload, but none is given; give it with `upload`, or do not "
+            "set `sent`",
             field=("sent", "upload"),
         )
     auto, gated = tuple(defences) == AUTO, config.fail_above is not None
@@ -197,7 +198,8 @@ def _audit_uploads(
             field=("defences", "batch"),
         )
     if config.labels == "known" and data is None:
-        raise SitusError("labels=known: needs the images and labels of the upload; give data", field=("labels", "data"))
+        reason = "labels=known: needs the images and labels of the upload; give them with `data`"
+        raise SitusError(reason, field=("labels", "data"))
     opened = open_audit(model, data, attacks, config, open_args, upload=upload)
     victim, test = opened.victim, opened.test
     files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"

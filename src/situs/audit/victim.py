@@ -94,9 +94,9 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         reason = "must return one number that depends on the logits: the mean loss over the batch"
         raise SitusError(f"loss={name}: returns {shown}, but {reason}", field="loss")
     note = (
-        f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss, and a search uses this "
-        "loss. The attacker infers labels with a rule for cross entropy, so for your loss the inferred labels may be "
-        "wrong. A defence with its own training method (mjp) uses that method's loss"
+        f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss. Attacks that search for "
+        "the images use your loss. The attacker infers labels with a rule for cross entropy, so for your loss the "
+        "inferred labels may be wrong. A defence with its own training method (mjp) uses that method's loss"
     )
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 

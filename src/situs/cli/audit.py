@@ -193,7 +193,7 @@ class Gradients(GateArgs, AuditConfig):
         _check_flags(self)
         if self.settings and self.upload:
             raise SitusError(
-                "settings: cannot be used with captured uploads; omit settings or upload",
+                "settings: cannot be used with captured uploads; remove `settings` or `upload`",
                 field=("settings", "upload"),
             )
         unknown = "upload" if self.upload and self.data is None else "gradients"

@@ -225,7 +225,9 @@ def _unknown_verb(words: Sequence[str], group: bool) -> SitusError:
     name = " ".join(words[: 1 + group])
     if group and (os.sep in words[1] or os.path.exists(words[1])):  # noqa: PTH110  (pathlib costs the start)
         verbs = ", ".join(verb.removeprefix(f"{words[0]} ") for verb in VERBS if verb.startswith(f"{words[0]} "))
-        return SitusError(f"situs {words[0]}: write a verb before {words[1]}; verbs: {verbs} (situs {words[0]} --help)")
+        return SitusError(
+            f"situs {words[0]}: a verb is missing before {words[1]}; verbs: {verbs} (situs {words[0]} --help)"
+        )
     tried = (" ".join(words[:2]), words[0])
     close = next((matches[0] for text in tried if (matches := get_close_matches(text, VERBS, n=1))), None)
     hint = "; verbs: " + ", ".join(sorted(VERBS)) if close is None else f"; did you mean {close!r}?"

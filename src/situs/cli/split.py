@@ -326,7 +326,7 @@ class Infer(ClientArgs):
             return
         if self.defence != "none":
             raise SitusError(
-                "defence: cannot be changed, because the run uses the defence it was trained with; do not set defence",
+                "defence: cannot be changed, because the run keeps the defence of its training; do not set `defence`",
                 field="defence",
             )
         if self.server == LOCAL:
@@ -335,8 +335,8 @@ class Infer(ClientArgs):
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local; do not set permute for another server, because the tokens "
-                "(rows) are then permuted as in training",
+                "permute: applies only with server=local. With another server, the tokens (rows) are permuted if "
+                "they were permuted in training; do not set `permute`",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

@@ -85,7 +85,7 @@ class Positions:
     def take(self, index: Tensor) -> Positions:
         """The positions of a subset or a permutation of the tokens; index: [K] for all samples, or [B, K]."""
         if self.rigid is not None:
-            raise SitusError(f"the positions of single tokens cannot be selected: {self.rigid}")
+            raise SitusError(f"the positions of individual tokens cannot be selected or reordered: {self.rigid}")
         table = None if self.table is None else _take_rows(self.table, index)
         rotary = None if self.rotary is None else _take_rotary(self.rotary, index)
         bias = None if self.bias is None else self.bias.take(index)

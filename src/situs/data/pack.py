@@ -61,9 +61,10 @@ class BrokenImage(NamedTuple):
 
 
 PACKED = """
-If the shorter side of an image exceeded the limit, the image was resized to the limit and encoded again. All other
-images keep their bytes. Images that could not be decoded are left out. `manifest.json` beside the shards has the
-SHA-256 of each shard, and `situs data check` verifies it.
+Images whose shorter side was longer than `short_side` pixels were resized, so that their shorter side has this length,
+and encoded again. With a `short_side` of 0, no image was resized. All other images keep their bytes. Images that could
+not be decoded are left out. `manifest.json` beside the shards has the SHA-256 of each shard, and `situs data check`
+verifies it.
 """
 
 

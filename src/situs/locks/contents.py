@@ -129,7 +129,8 @@ def check_tensors(
             continue
         if len(specs[name].shape) > 1:
             raise SitusError(
-                f"{backbone.name}: {name} is part of a block, but no key permutes it, so the model was not locked"
+                f"{backbone.name}: {name} is part of a block, but a key would not permute it, so the model was not "
+                "locked"
             )
     used = set(names.values())
     extra = {name: spec for name, spec in specs.items() if name not in used}

@@ -113,7 +113,8 @@ def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, st
     for name, model_name in backbone.own_names(specs).items():
         if model_name in file_names:
             raise SitusError(
-                f"{backbone.name}: {file_names[model_name]} and {name} would both be loaded as {model_name}"
+                f"{backbone.name}: the tensors {file_names[model_name]} and {name} of the weight files would both be "
+                f"loaded as {model_name}"
             )
         if model_name in state and tuple(state[model_name].shape) == specs[name].shape:
             file_names[model_name] = name
@@ -126,12 +127,13 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
     library, model = backbone.source.get("library"), backbone.model
     if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
         raise SitusError(
-            f"{backbone.name} stores its positions outside the model; export the model and lock the export"
+            f"{backbone.name}: its position table is not part of the wrapped model, so the table would be missing in "
+            "the locked folder; export the model and lock the export"
         )
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{backbone.name} was wrapped as a module, so it cannot be rebuilt from a config; "
-            "lock a model folder instead"
+            f"{backbone.name}: was given as a PyTorch module, so it cannot be rebuilt from a config; lock a model "
+            "folder instead"
         )
     if isinstance(source, Model):
         data, classes = source.input, source.classes

@@ -34,7 +34,7 @@ def entrance_and_exit(groups: Sequence[Group]) -> tuple[str, str]:
     """The names of the stream's keys before the first block and after the last (they differ only in Swin)."""
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("no key permutes the residual channels of this model")
+        raise SitusError("the residual channels of this model cannot be permuted by a key")
     return residual[0].name, residual[-1].name
 
 
@@ -43,7 +43,7 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} has {stretch} entries, but the key of its group permutes "
+            f"{member.tensor}: axis {member.axis} has {stretch} entries, but the key for this axis permutes "
             f"{member.outer * size * member.inner} entries ({member.outer} x {size} x {member.inner})"
         )
     if size == length:

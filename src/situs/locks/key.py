@@ -121,7 +121,7 @@ class Wrapping:
         # The costs are read from a file: without a limit, a file could demand any memory and time.
         allowed = 1 <= self.passes <= 16 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 20
         if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
-            raise SitusError("the settings of its passphrase encryption are out of range")
+            raise SitusError("the Argon2id costs, the salt or the nonce of its passphrase encryption are out of range")
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _decode(text: str) -> bytes:
         raw = base64.b64decode(text, validate=True)
         if _encode(raw) == text:  # base64 has several spellings of the same bytes; one is accepted
             return raw
-    raise SitusError("it contains text that is not base64")
+    raise SitusError("its seed, salt or nonce is not valid base64")
 
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:

@@ -91,7 +91,10 @@ def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[
     yield _shares(manifest)
     yield from notes
     if manifest.sealed:
-        yield "Every file except manifest.json is encrypted with the same key. The manifest shows names and shapes."
+        yield (
+            "Every file except manifest.json is encrypted with the key of the lock. The manifest shows names and "
+            "shapes."
+        )
     yield (
         "A lock is obfuscation, not encryption: an attacker with the original model can match the channels and "
         f"compute the key. The command `situs audit lock {out}` measures how easy this is."
@@ -147,7 +150,7 @@ def lock(
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
         raise SitusError(
-            f"withheld={withheld}: names a file for withheld parts, but no part is withheld; name the parts in the "
+            f"withheld={withheld}: is the file for withheld parts, but no parts are named; name the parts in the "
             "option `withhold`",
             field="withhold",
         )
@@ -201,7 +204,9 @@ def _lock_folder(
     extra = check_tensors(backbone, specs, names, residual_only(moved))
     if parts and TABLE in others:
         raise SitusError(
-            f"{backbone.name}: its position table is a separate file, so no part can be withheld", field="withhold"
+            f"{backbone.name}: its position table is a separate file, and Situs can withhold parts only if the table "
+            "is in the weight files; do not set `withhold`",
+            field="withhold",
         )
     withheld_names = {names[name] for name in tensors_of(backbone, parts) if name in names}
     stamps, lock_id = files.stamps(folder, weights), secrets.token_hex(16)
@@ -402,8 +407,8 @@ def _unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so it cannot have been trained since the lock; open it without the option "
-            "`retrained`",
+            f"{folder}: is sealed (encrypted), so it cannot have been trained since the lock; open it without the "
+            "option `retrained`",
             field="retrained",
         )
     weights = files.weight_files(folder)
@@ -451,7 +456,12 @@ def _unlock_retrained(
             "a check."
         ),
         *(
-            [f"Tensors outside the lock that are new, missing, or changed in shape or dtype: {', '.join(differing)}."]
+            [
+                (
+                    "Since the lock, these tensors were added, removed, or changed in shape or dtype; the key does not "
+                    f"permute them: {', '.join(differing)}."
+                )
+            ]
             if differing
             else []
         ),
@@ -464,10 +474,14 @@ def _check_layout(
 ) -> None:
     for name in sorted(manifest.keyed() - absent):
         if specs.get(name) != old[name]:
-            now = "is missing" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
+            now = (
+                "is missing"
+                if name not in specs
+                else f"has dtype {specs[name].dtype} and shape {list(specs[name].shape)}"
+            )
             raise SitusError(
-                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}; the key fits "
-                "only the locked dtype and shape",
+                f"{folder}: {name} {now}, but was locked with dtype {old[name].dtype} and shape "
+                f"{list(old[name].shape)}; the key fits only this dtype and shape",
                 field="retrained",
             )
 
@@ -480,8 +494,9 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     original = originals.get(name)
     if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: {name} and the locked file have different tensors, so the withheld tensors cannot be added. "
-            "Save all tensors of the model again, and open the new folder",
+            f"{folder}: the tensors in {name} are not the tensors that were in this file when the model was locked, "
+            "so the withheld tensors cannot be added. Save the trained model with all its tensors to a new folder, "
+            "and open that folder",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}

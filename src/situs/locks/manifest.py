@@ -99,7 +99,7 @@ class Manifest:
             if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
                 raise SitusError(f"{name[:80]!r} has an invalid dtype or shape")
         if self.layout != layout_of(self.specs()):
-            raise SitusError("its layout hash does not match its tensors")
+            raise SitusError("its hash of tensor names, dtypes and shapes does not match the tensors that it lists")
         _check_groups(self.groups, self.tensors)
         if self.withheld is not None:
             _check_withheld(self.withheld, self.tensors)
@@ -133,7 +133,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
 
 def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
     if not groups or len({group.name for group in groups}) != len(groups):
-        raise SitusError("it names no group, or names a group twice")
+        raise SitusError("it names no group of channels, or names a group twice")
     for group in groups:
         for member in group.members:
             shape = tensors[member.tensor].shape if member.tensor in tensors else ()
@@ -142,7 +142,9 @@ def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> No
             length = shape[member.axis] - member.start if member.length is None else member.length
             inside = member.start >= 0 and member.start + length <= shape[member.axis]
             if not inside or member.outer * group.size * member.inner != length:
-                raise SitusError(f"the group {group.name[:80]!r} does not fit its tensors")
+                raise SitusError(
+                    f"the group {group.name[:80]!r} does not match the shape of its tensor {member.tensor[:80]!r}"
+                )
             if member.at is not None:
                 axis, index = member.at
                 if not (0 <= axis < len(shape) and axis != member.axis and 0 <= index < shape[axis]):

@@ -72,7 +72,7 @@ def open_without_key(locked: Path, manifest: Manifest) -> tuple[Backbone, frozen
     Withheld tensors are random, as in a new model; the others are locked, as in the folder.
     """
     if manifest.sealed:
-        raise SitusError(f"{locked}: is sealed: its weights cannot be read without the key")
+        raise SitusError(f"{locked}: is sealed (encrypted): its weights cannot be read without the key")
     if manifest.withheld is None:
         return create_backbone(locked), frozenset()
     backbone, weights = structure_of(locked, "cpu"), weight_files(locked)

@@ -110,7 +110,10 @@ def open_second(
     withheld = manifest.withheld
     if withheld is None:
         if path is not None:
-            raise SitusError(f"{path}: nothing was withheld from {folder}; leave this file out", field="withheld")
+            raise SitusError(
+                f"{path}: is not needed, because nothing was withheld from {folder}; do not set `withheld`",
+                field="withheld",
+            )
         yield None, None, {}
         return
     if path is None:

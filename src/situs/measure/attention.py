@@ -156,10 +156,11 @@ class Attention(Result):
             ),
             Figure(
                 "relative",
-                "Attention by relative offset. The query is in the middle of each map, at the ticks. Vertical "
-                f"offsets run from −{survey.grid[0] - 1} to {survey.grid[0] - 1}, horizontal offsets from "
-                f"−{survey.grid[1] - 1} to {survey.grid[1] - 1}. The number below each map is the entropy of its "
-                "head, in nats. The colour is the square root of the attention weight, from 0 to the map's maximum.",
+                "Attention by relative offset. The query is in the middle of each map; the ticks mark its row and "
+                f"column. Vertical offsets run from −{survey.grid[0] - 1} to {survey.grid[0] - 1}, horizontal "
+                f"offsets from −{survey.grid[1] - 1} to {survey.grid[1] - 1}. The number below each map is the "
+                "entropy of its head, in nats. The colour is the square root of the attention weight, from 0 to the "
+                "map's maximum.",
                 "figures.relative_maps",
                 (survey.relative.numpy(), survey.entropy.numpy()),
                 section="By relative offset",

@@ -36,14 +36,14 @@ TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
 `x` is a sample. `x̃` is the same sample after the patches inside a mask of rectangular blocks are shuffled. γ is the
-share of patches in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over
+fraction of patches in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over
 the samples. The mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code
-prints the norm. Consistency is the share of samples whose answer stays the same, right or wrong.
+prints the norm. Consistency is the fraction of samples whose answer stays the same, right or wrong.
 
 "Mask hidden" means that the model does not know which patches are shuffled: the position embeddings stay in place, so
 the shuffled patches have wrong positions. The numbers then measure the effect of shuffling. "Mask known" means that the
 position embeddings inside the mask are removed. On a plain ViT, shuffling inside the mask then changes nothing, so the
-numbers measure the effect of lost positions. The papers do not say if their mask was hidden or known.
+numbers measure the effect of lost positions. The MJP paper does not say if its mask was hidden or known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 

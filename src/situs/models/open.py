@@ -241,7 +241,11 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     shapes = str(device) == "meta"  # shapes need no weights, so nothing withheld is missing
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
-        lacks = "is sealed" if manifest.get("sealed") else f"lacks the parts that were withheld by the lock ({parts})"
+        lacks = (
+            "is sealed (encrypted)"
+            if manifest.get("sealed")
+            else f"lacks the parts that were withheld by the lock ({parts})"
+        )
         raise SitusError(f"{folder}: {lacks}, so the model is incomplete without its key", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, opened without its key"}

@@ -123,8 +123,8 @@ def finetune_source(source: str | Path) -> FinetuneSource:
     folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed (encrypted), so a run could not build the model again from this folder; unlock "
-            "it first (situs unlock), and start from the unlocked folder",
+            f"{source}: is sealed (encrypted), so a run could not rebuild its model; unlock it first (situs unlock), "
+            "and start from the unlocked folder",
             field="source",
         )
     name, _, weights = source.partition("=")

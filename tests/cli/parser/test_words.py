@@ -38,7 +38,7 @@ GRADIENTS = "audit gradients x --data y"
             "pretrain --mask-ratio .5",
             "--mask-ratio: situs pretrain has no such flag; did you mean --method.mask-rat",
         ),
-        ("evaluate runs/x", "situs evaluate: write a verb before runs/x; verbs: accuracy, knn,"),
+        ("evaluate runs/x", "situs evaluate: a verb is missing before runs/x; verbs: accuracy, knn,"),
         (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, "),
         (
             "pretrain --preset speech-mp3 --data samples --out x",

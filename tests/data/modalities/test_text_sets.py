@@ -154,11 +154,11 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         (
             [{"a": "w1", "b": "w2", "label": 1}],
             {},
-            "several columns contain text .a, b.; name the column .* or both columns of a pair",
+            "several columns contain text .a, b.; set `column` .* also set `pair`",
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
-        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is neither a class number nor a name"),
+        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is neither a class number nor a class name"),
         ([{"a": "w1", "label": -7}], {}, "the label -7 is neither a class number"),
         ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is neither a class number"),
         ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "numbers or names, .* such as 'x'"),
@@ -204,12 +204,12 @@ def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
     file = tmp_path / name
     file.write_text(rows)
     shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
-    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading with one of .* {shown}; "):
+    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading with one of .* {shown}. If"):
         read(file, tokeniser, unlabelled=unlabelled)
     with pytest.raises(SitusError, match=f"no column 'text'; .*first row .*{shown}"):
         read(file, tokeniser, column="text", unlabelled=unlabelled)
     file.write_text("said\nw1\n")
-    with pytest.raises(SitusError, match=r"with one of .* said; add a heading"):
+    with pytest.raises(SitusError, match=r"with one of .* said. If the file has no heading, add one"):
         read(file, tokeniser, unlabelled=unlabelled)
     assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
 

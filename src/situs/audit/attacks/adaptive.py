@@ -612,8 +612,8 @@ class AdaptiveMJP(Attack):
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
         "knows that MJP is used. Rows of zeros in the position table's gradient reveal which patches are hidden. The "
-        "gradients of the patch embedding and of the first block reveal all patches. The order of the hidden patches "
-        "is found from their borders, which must fit together"
+        "gradients of the patch embedding and of the first block reveal the content of all patches, also of the hidden "
+        "patches. The order of the hidden patches is found from their borders, which must fit together"
     )
     closed_form: ClassVar[bool] = True
     separates_hidden: ClassVar[bool] = True

@@ -267,8 +267,8 @@ class Prompts:
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
             "candidates are ordered by the likelihood of the hidden state, which is learned on public text. There is "
-            "no fixed threshold: a word is accepted if rounding and noise can explain the remaining difference. "
-            "The order of permuted columns is found once for all texts"
+            "no fixed threshold: a word is accepted if rounding and noise can explain the difference between its "
+            "hidden state and the state that was sent. The order of permuted columns is found once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
 

@@ -343,9 +343,9 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "How much accuracy the defence costs was not measured. The cosine covers single steps only, not a training: it "
-    "compares the upload with the gradient that is computed without a defence. To measure the accuracy, train "
-    "a model with the setting."
+    "How much accuracy the defence costs was not measured. The cosine compares the upload with the gradient that "
+    "is computed without a defence. It covers single steps only, not a whole training run. To measure the accuracy, "
+    "train a model with the setting."
 )
 
 

@@ -122,7 +122,8 @@ def audit_texts(
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     if sent is not None and upload is None:
         raise SitusError(
-            f"sent={sent}: applies only to a captured upload, but no upload is given; give upload, or do not set sent",
+            f"sent={sent}: applies only to a captured upload, but none is given; give it with `upload`, or do not "
+            "set `sent`",
             field=("sent", "upload"),
         )
     if upload is not None and config.server != StepConfig.server:

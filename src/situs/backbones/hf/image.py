@@ -112,8 +112,8 @@ class ImageBackbone(EncoderBackbone):
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
                 f"positions={kind!r}: needs a square image, because transformers would resample the square position "
-                f"table of {self.name} to {self.grid[0]}x{self.grid[1]} patches; "
-                "choose a square image, or positions='learned' or 'none'",
+                f"table of {self.name} to {self.grid[0]}x{self.grid[1]} patches, which changes the sine and cosine "
+                "values; choose a square image, or positions='learned' or 'none'",
                 field="img_size",
             )
         fill_table(table, kind, self.grid)

@@ -61,8 +61,8 @@ def remade(backbone: Backbone) -> dict[str, Any]:
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: a run with this module could not be reopened, because timm's create_model cannot build the "
-        "module again; give the model's name (backbone) and the module's weights (init)",
+        f"{backbone.name}: Situs could not reopen a run with this module later, because timm's create_model cannot "
+        "build the module again; set `backbone` to the model's name, and `init` to the module's weights",
         field=("backbone", "init", "source"),
     )
 

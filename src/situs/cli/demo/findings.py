@@ -82,8 +82,8 @@ def find_places(stage: Stage) -> Finding:
     )
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
-        "The patches of two images are shuffled together and divided into two sets. The model builds one image from "
-        "each set.",
+        "The patches of two images are shuffled together and divided into two sets of equal size. Each set contains "
+        "patches of both images. The model builds one image from each set.",
     )
     learned = right > TIMES / PLACES
     return stage.add(
@@ -255,7 +255,8 @@ def find_order(stage: Stage) -> Finding:
         f"so the server knows the embedding. The server also has {PUBLIC} other images. From the distribution of the "
         f"token values, the server finds the original place of {percent(scores['channels'])} of the channels. From the "
         f"position embeddings, the server finds the position of {percent(scores['places'])} of the tokens. A linear "
-        f"map that is fitted on the {PUBLIC} images then recovers the pixels with a PSNR of {scores['psnr']:.1f} dB. "
+        f"map that the server fits on its {PUBLIC} other images then recovers the pixels of the client's images with a "
+        f"PSNR of {scores['psnr']:.1f} dB. "
         f"The best guess without any token has a PSNR of {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")

@@ -159,9 +159,9 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks contain 255, but it is not clear whether 255 is a class: {len(missing)} of the "
-            f"{len(before)} class numbers below 255 never occur. If 255 means no class, add 255 to the list `void`. "
-            "If 255 is a class, name the classes",
+            f'{where}: its masks contain 255, which probably means "no class", because {len(missing)} of the '
+            f"{len(before)} class numbers below 255 never occur. If so, add 255 to the list `void`. If 255 is a class, "
+            "list the names of all classes in `classes`",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:

@@ -415,8 +415,9 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
         raise SitusError(
-            f"{table.file}: its first row must be a heading with one of {usual}, but the row is {listed}; add a "
-            "heading. If this row is already the heading, name the column of sentences",
+            f"{table.file}: its first row must be a heading with one of the names {usual}, but the row is {listed}. "
+            "If the file has no heading, add one. If this row is the heading, set `column` to the name of the column "
+            "of sentences",
             field="text.column",
         )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
@@ -428,8 +429,8 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
     if len(candidates) > 1:
         raise SitusError(
-            f"{table.file}: several columns contain text ({', '.join(candidates)[:200]}); name the column with the "
-            "sentences, or both columns of a pair",
+            f"{table.file}: several columns contain text ({', '.join(candidates)[:200]}); set `column` to the "
+            "column of sentences. For pairs of sentences, also set `pair` to the column of the second sentences",
             field="text.column",
         )
     return candidates[0], label
@@ -474,7 +475,7 @@ def _label(table: TextTable, label: str, row: int) -> int | str | None:
     if isinstance(value, int) and value >= 0:
         return int(value)
     raise SitusError(
-        (f"{table.file}, row {row}: the label {value!r} is neither a class number nor a name"), field="text.label"
+        f"{table.file}, row {row}: the label {value!r} is neither a class number nor a class name", field="text.label"
     )
 
 

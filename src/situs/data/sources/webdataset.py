@@ -185,7 +185,7 @@ def _class_names(file: Path, count: int) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise SitusError(f"{file}: must be UTF-8 text, one class per line ({error.reason})") from error
     if len(names) < count:
-        raise SitusError(f"{file}: names only {counted(len(names), 'classes')}, but the shards use {count} classes")
+        raise SitusError(f"{file}: lists only {counted(len(names), 'classes')}, but the shards use {count} classes")
     return names
 
 

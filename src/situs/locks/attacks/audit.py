@@ -230,13 +230,14 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 MEANING = """
 Bits left is the log2 of the number of keys that the attacker must still try. It is at most 256, the length of the key
 in bits. We assume that the attacker knows which channels are wrong. It must then try the possible orders of these
-channels. If most channels are right, fewer tries are enough: the attacker swaps pairs of wrong channels one by one.
-Bits left is 0 if the attack restored the accuracy without the key. The accuracy is judged only if the unlocked model is
-better than the locked model on the test set, by more than two standard errors. The attacker `images` does not know the
-true key. It searches for the key with the highest score J. J measures how well the correlations between the channels of
-the locked part agree with those of the unlocked part. If the search fails, its J is about as low as the J of searches
-from random starts. Inner groups (MLP units, heads and their channels) are not counted, because permuting them does not
-change what the model computes.
+channels. If most channels are right, the attacker need not try all orders: it swaps two wrong channels at a time, and
+keeps each swap that improves the model. Bits left is 0 if the attack restored the accuracy without the key. The
+accuracy is judged only if the unlocked model is better than the locked model on the test set, by more than two standard
+errors. The attacker `images` does not know the true key. It searches for the key with the highest score J. J measures
+how well the channel correlations in the locked blocks agree with the channel correlations in the outputs of the
+unlocked embedding. If the search fails, the best key found has about the same low J as the keys found from random
+starts, which are shown for comparison. Inner groups (MLP units, heads and their channels) are not counted, because
+permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {

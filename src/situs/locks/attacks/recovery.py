@@ -124,7 +124,7 @@ def judged(
     """
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("no key permutes the residual channels of this model, so there is no lock to attack")
+        raise SitusError("no residual channels of this model are permuted, so there is no lock to attack")
     recovery = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
         return recovery

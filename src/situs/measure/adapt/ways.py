@@ -132,11 +132,12 @@ START = "class means on the features of the given weights"
 ADAPT = """
 A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
 split: it was fitted to all folds except one, and classified the images of the remaining fold. If a recipe was tested on
-only some of the folds, it is compared with other recipes only on the images of these folds. The simplest recipe comes
-first. A later recipe is chosen only if its balanced accuracy is higher by more than one standard error (±) of the
-difference. A smaller difference may be chance. kNN is shown for comparison and never chosen, because a head cannot
-represent kNN. The recipes head, LoRA and all layers use the number of updates that gave the best result on the folds.
-The chosen recipe was then fitted to all labels. The test split was not used for these decisions.
+only some of the folds, it is compared with other recipes only on the images of these folds. The recipes are compared
+in order, the simplest recipe first. A later recipe replaces the recipe chosen so far only if its balanced accuracy is
+higher by more than one standard error (±) of the difference. A smaller difference may be chance. kNN is shown for
+comparison and never chosen, because a head cannot represent kNN. The recipes `head`, `LoRA` and `all layers` use the
+number of updates that gave the best result on the folds. The chosen recipe was then fitted to the whole training split.
+The test split was not used for these decisions.
 """
 
 
