@@ -72,7 +72,7 @@ class AudioConfig(Checked):
 
     silence: Literal["noise", "empty"] = "noise"
     """With task=commands: content of the clips of silence. noise: background noise at a random level. empty: digital
-    silence, as in TensorFlow's evaluation."""
+    silence, as in the evaluation of TensorFlow's Speech Commands example."""
 
     noise: str | None = None
     """Folder with background noise. Default: the folder `_background_noise_` of the data set."""

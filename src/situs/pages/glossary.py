@@ -48,6 +48,6 @@ def add_words(page: Page) -> Page:
 
 def glossary_page() -> str:
     """The text of `docs/glossary.md`."""
-    intro = f'Pages that Situs writes explain these terms under "{TITLE}".'
+    intro = f'HTML pages of Situs also explain these terms, under "{TITLE}".'
     head = ["# Glossary", "", intro, "", "| term | meaning |", "|---|---|"]
     return "\n".join([*head, *(f"| {term.name} | {term.meaning} |" for term in terms()), ""])
