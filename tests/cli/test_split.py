@@ -217,7 +217,7 @@ def test_each_line_of_a_file_is_continued_behind_itself(tmp_path, writer, capsys
         (("--generate", "x", "--count", "3"), "count: has no effect when text is generated; leave it out (--count)"),
         (("--generate", "x", "--data", "d"), "data: has no effect when text is generated; leave it out (--data)"),
         (("--generate", "x", "--permute", "rows"), "permute: has no effect when text is generated"),
-        (("--defences", "noise=1"), "defence: cannot be changed, because the run uses the defence it was trained with"),
+        (("--defences", "noise=1"), "defence: cannot be changed, because the run keeps the defence of its training"),
         (("--permute", "rows"), "permute: applies only with server=local"),
     ],
 )
