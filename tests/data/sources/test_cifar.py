@@ -142,6 +142,14 @@ def test_every_instruction_that_could_act_is_refused(data):
         read_pickled(data, "file")
 
 
+@pytest.mark.parametrize("kind", [">i4", "<i4", ">f8", "<u2", "u1", "?"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_comes_back_in_its_byte_order(kind, order):
+    value = np.arange(6).reshape(2, 3).astype(kind, order=order)
+    read = read_pickled(pickle.dumps({"data": value}, 2), "file")["data"]
+    assert np.array_equal(read, value) and read.dtype == value.dtype
+
+
 def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
     """BUILD may set attributes of whatever stands on the stack, our constructors too."""
     data = b"\x80\x02}U\x01xc_codecs\nencode\n}X\x01\x00\x00\x00wK\x01sbs."

@@ -104,6 +104,25 @@ def test_channels_of_one_slice_of_a_table_that_layers_share() -> None:
     assert torch.equal(channels(moved, member, 5), channels(tensor, member, 5)[p])
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((4, 5), (1, 0)), ((5, 4), (0, 1)), ((3, 4, 5), (1, 2)), ((4, 3, 5), (0, 2))]
+)
+def test_channels_are_sorted_where_a_hidden_group_has_another_axis(
+    shape: tuple[int, ...], axes: tuple[int, int]
+) -> None:
+    """Also where the hidden group has the channels' axis as well: then it is known up to its order alone."""
+    axis, other = axes
+    tensor = torch.randn(*shape, generator=seeded(5))
+    member, size = Member("w", axis), shape[axis]
+    for hidden in ((Member("w", other),), (Member("w", other), member)):
+        groups = [Group(f"h{number}", "hidden", shape[each.axis], (each,)) for number, each in enumerate(hidden)]
+        rows = channels(tensor, member, size, groups)
+        values = tensor.movedim(axis, 0).reshape(size, -1)
+        assert torch.equal(rows.sort(dim=1).values, values.sort(dim=1).values)
+        shuffled = permute_state({"w": tensor}, groups[:1], random_keys(groups[:1], seeded(6)))["w"]
+        assert not torch.equal(shuffled, tensor) and torch.equal(channels(shuffled, member, size, groups), rows)
+
+
 def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
     backbone = vit()
     state, groups = backbone.model.state_dict(), backbone.groups()
