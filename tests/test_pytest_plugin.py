@@ -74,7 +74,7 @@ def test_a_mistake_fails_in_one_sentence(given: Any, options: Any, reason: str) 
     assert len(failure.splitlines()) == 1
     assert (
         gate(passing(), "samples")[1]
-        == "leak_gate: this audit is already finished; pass it alone, without data and options"
+        == "leak_gate: this audit is already finished; give it as the only argument, without data or options"
     )
 
 

@@ -54,7 +54,9 @@ def audit(model: Any, data: Any, **options: Any) -> Report:
     try:
         if isinstance(model, Report):
             if data is not None or options:
-                raise SitusError("this audit is already finished; pass it alone, without data and options")
+                raise SitusError(
+                    "this audit is already finished; give it as the only argument, without data or options"
+                )
             return model
         if isinstance(data, str | Path) and Path(data).suffix == ".txt":
             from situs.audit.text.audit import audit_texts

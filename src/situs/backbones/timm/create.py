@@ -61,7 +61,7 @@ def remade(backbone: Backbone) -> dict[str, Any]:
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: Situs could not reopen a run with this module later, because timm's create_model cannot "
+        f"{backbone.name}: a run with this module cannot be reopened later, because timm's create_model cannot "
         "build the module again; set `backbone` to the model's name, and `init` to the module's weights",
         field=("backbone", "init", "source"),
     )
