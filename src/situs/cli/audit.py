@@ -301,8 +301,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Attacks, comma-separated. A curve shows the strongest attack at each strength."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences of fixed strength, comma-separated. Each is combined with each defence in --over, and each
-    combination gets one curve. "auto" stands for none,no-pe-gradient."""
+    """Further defences of fixed strength, comma-separated. Each combination with a defence in --over gets a curve.
+    "auto" stands for none,no-pe-gradient."""
 
     count: Count | None = None
     """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""

@@ -203,7 +203,7 @@ def overview(group: str = "") -> str:
     name = f"situs {group}".strip()
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
-        lines.append("Situs uses the position information in transformers to pretrain, audit and lock models.")
+        lines.append("Situs pretrains, audits and locks transformers by their position information.")
     for heading, verbs in SECTIONS.items():
         listed = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
         if listed:

@@ -234,8 +234,8 @@ channels. If most channels are right, the attacker need not try all orders: it s
 keeps each swap that improves the model. Bits left is 0 if the attack restored the accuracy without the key. The
 accuracy is judged only if the unlocked model is better than the locked model on the test set, by more than two standard
 errors. The attacker `images` does not know the true key. It searches for the key with the highest score J. J measures
-how well the channel correlations of the locked blocks agree with the channel correlations of the embedding, which is not
-locked. If the search fails, the best key found has about the same low J as the keys found from random
+how well the channel correlations of the locked blocks agree with the channel correlations of the embedding, which is
+not locked. If the search fails, the best key found has about the same low J as the keys found from random
 starts, which are shown for comparison. Inner groups (MLP units, heads and their channels) are not counted, because
 permuting them does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
