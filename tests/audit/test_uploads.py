@@ -57,6 +57,12 @@ def test_what_is_certified_is_the_image(sent: Sent) -> None:
         assert stopped.startswith("A partial result: stopped by Ctrl-C. 1 of 1 image in 1 upload can be read")
 
 
+def test_what_does_not_apply_is_listed_with_its_reason(sent: Sent) -> None:
+    both, one = audited(sent, sent.gradients), audited(sent, sent.gradients, attacks=["patchembed"])
+    titles = [[table.title for table in audit.summary().tables] for audit in (both, one)]
+    assert [("Attacks that do not apply or are not exact" in each) for each in titles] == [True, False]
+
+
 def test_without_references_nothing_passes(sent: Sent) -> None:
     """Noise that hides everything, stated or not, and gradients of another model: inconclusive."""
     chance = torch.Generator().manual_seed(2)

@@ -77,6 +77,12 @@ def test_one_of_each_kind(zoo, workers):
     assert len(found.provenance.left_out) == 1 and "notes.txt" in found.provenance.left_out[0]
     assert found.failing() == ["broken"]
     assert found.failing(["leak", "checksum"]) == ["leak"]
+    tables = {table.title.lower(): table.rows for table in found.details()}
+    assert tables.keys() == {kind for kind, every in found.issues.items() if every}
+    for kind, rows in tables.items():
+        assert [[*row] for row in rows] == [
+            [each.split or "all", each.name, each.what or None] for each in found.issues[kind]
+        ]
     json.dumps(found.to_json())
 
 

@@ -7,6 +7,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from situs.train.assemble import (
 )
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
-from situs.train.run import is_run, load_run, train_run
+from situs.train.run import _note_skipped, is_run, load_run, train_run
 from situs.train.tuning import freeze
 
 BASE: dict[str, Any] = {
@@ -245,6 +246,30 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2
+
+
+def test_what_a_source_notes_while_it_is_read_is_noted_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Read:
+        def __init__(self, notes: list[str], report: str | None, skipped: dict[int, str]) -> None:
+            self.notes, self.report, self.skipped = notes, report, skipped
+
+        def skip_report(self) -> str | None:
+            return self.report
+
+    class Reader:
+        def __init__(self, source: Read) -> None:
+            self.loader = SimpleNamespace(source=source)
+
+    monkeypatch.setattr("situs.train.run.DataReader", Reader)
+    trained = Read(["at the start", "late"], "2 broken", {1: "a", 4: "b"})
+    judged = Read(["not its own"], "1 broken", {0: "c"})
+    parts: Any = SimpleNamespace(
+        loader=SimpleNamespace(source=trained), hooks=[object(), Reader(judged), Reader(Read([], None, {}))]
+    )
+    heard: list[str] = []
+    with notes_to(heard.append):
+        assert _note_skipped(parts, ["at the start"]) == 3
+    assert heard == ["late", "2 broken", "1 broken"]
 
 
 def test_images_must_be_asked_for(tmp_path: Path) -> None:

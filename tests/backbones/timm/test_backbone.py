@@ -113,3 +113,15 @@ def test_a_convolutional_network_counts_its_stages_and_reads_any_size() -> None:
         pooled, logits = backbone.read_pixels(x)
         torch.testing.assert_close(pooled, backbone.model.forward_features(x).mean((2, 3)))
         torch.testing.assert_close(logits, backbone(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(16, 24), (40, 8), (16, 16)])
+def test_an_image_of_another_size_has_its_own_grid(size: tuple[int, int]) -> None:
+    backbone = small_vit((16, 16), patch_size=8).double().eval()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    tokens, positions, grid = backbone.embed_sized(x)
+    assert grid == (size[0] // 8, size[1] // 8)
+    stem = backbone.model.patch_embed
+    torch.testing.assert_close(tokens, stem.norm(stem.proj(x).flatten(2).mT))
+    assert torch.isfinite(backbone.assemble(tokens, positions).z).all()

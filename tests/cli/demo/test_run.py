@@ -195,6 +195,10 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
     found = findings.find_lock(Stage(0, quick=True, runs=tmp_path))
+    bars = (
+        f"with the key: {100 * owner:.1f} %; without: 10.0 %; attacker with 24 unlabelled images: {100 * after:.1f} %"
+    )
+    assert bars in "".join(map(str, found.picture.blocks))
     assert ("An attacker with 24 unlabelled images opens the lock" in found.title) == falls
     assert ("better attack" in found.title) != falls
 

@@ -18,7 +18,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.base import ModelInput
-from situs.data.modalities.series import SeriesConfig
+from situs.data.modalities.series import SeriesConfig, _is_series
 from situs.data.open import kind_of, open_source, resolve, splits_at
 from situs.data.preparation import Preparation
 from situs.data.sources.folder import FileSource
@@ -386,3 +386,25 @@ def test_a_model_is_pretrained_tuned_measured_and_exported(recordings: Path, tmp
     assert export.data.size == (1, 40) and export.data.normalisation == run.data.normalisation
     batch = next(iter(make_loader(run.data, None)))
     torch.testing.assert_close(export.backbone(batch.inputs), run.backbone(batch.inputs))
+
+
+@pytest.mark.parametrize(
+    ("array", "series"),
+    [
+        (np.zeros((4, 9), "f4"), False),  # as grey pixels between 0 and 1
+        (np.ones((4, 9), "f4"), False),
+        (np.full((4, 9), 1.001, "f4"), True),
+        (np.full((4, 9), -0.001, "f4"), True),
+        (np.full((4, 9), 255, "u1"), False),
+        (np.full((4, 9), -1, "i1"), True),
+        (np.zeros((4, 9), "u2"), False),
+        (np.zeros((4, 9), "u4"), True),
+        (np.zeros((4, 9), "i8"), True),
+        (np.zeros(9, "f4"), True),
+        (np.zeros((4, 0), "f4"), False),
+        (np.zeros((3, 4, 9), "f4"), False),
+    ],
+)
+def test_an_array_is_a_series_if_it_cannot_be_pixels(array: np.ndarray, series: bool, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    assert _is_series(tmp_path / "a.npy") is series
