@@ -22,9 +22,9 @@ class Info(NamedArgs):
     of tokens or channels (locks). If a method or lock is not supported, the output says why.
 
     With --verify, Situs runs the model and tests two kinds of equivariance. Private split learning needs equivariance
-    to permuted tokens (rows). Locks need equivariance to permuted channels (columns). The test covers the forward pass,
-    the backward pass and optimiser steps, in float64 and in the dtype of the model. If a part of the model cannot be
-    tested, the output says why.
+    to permuted tokens (rows). Locked models need equivariance to permuted channels (columns). The test covers the
+    forward pass, the backward pass and optimiser steps, in float64 and in the dtype of the model. If a part of the
+    model cannot be tested, the output says why.
 
     With --like, Situs tests whether a server crafted the weights so that gradients reveal single samples. Exit status 3
     means that the weights look crafted. Exit status 0 does not prove that the weights are honest, because weights can

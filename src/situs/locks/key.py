@@ -121,7 +121,9 @@ class Wrapping:
         # The costs are read from a file: without a limit, a file could demand any memory and time.
         allowed = 1 <= self.passes <= 16 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 20
         if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
-            raise SitusError("the Argon2id costs, the salt or the nonce of its passphrase encryption are out of range")
+            raise SitusError(
+                "its passphrase encryption has Argon2id costs out of range, or a salt or nonce of the wrong length"
+            )
 
 
 @dataclass(frozen=True)

@@ -216,14 +216,15 @@ class ConsistencyCurve(Result):
 
     def figures(self) -> list[Figure]:
         """The shares of answers, the norms, and one sample at every γ."""
-        gamma, figures = "γ, share of the patches that are shuffled", []
+        gamma, figures = "γ, fraction of the patches that are shuffled", []
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
             caption = (
-                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share whose "
+                f"For each γ: the fraction of {self.provenance.things} whose answer stays the same, and the fraction "
+                "whose "
                 "answer is right."
             )
-            figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
+            figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "fraction of all, %")))
         norms = self._series("diff_norm", "")
         norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
         label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"

@@ -340,7 +340,7 @@ def _results(section: Section, audit: Audit) -> None:
             [*header[:2], *header[-2:]],
             solved,
             "These attacks solve linear equations for the pixels. The matrix G of these equations is the gradient "
-            "of the model's position embeddings. If G has full rank, the equations have only one solution. The lower "
+            "of the position table. If G has full rank, the equations have only one solution. The lower "
             "the condition number of G, the less the solution suffers from rounding. The last columns show the "
             "smallest rank and the median condition number over the images.",
         )

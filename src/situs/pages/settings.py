@@ -29,9 +29,9 @@ setting (c) show how well the patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), the training step of a model without MJP uses the shuffled image instead of the original. An attack on
-this step can therefore recover only the shuffled image. The gradients do not reveal which patches were moved, so no
-attacker can restore their order.
+In setting (c), the training step of a model without MJP uses the shuffled image instead of the original. The attacks on
+this page can therefore recover only the shuffled image. The gradients of this step do not reveal which patches were
+moved, so these attacks do not restore the order. Another attacker may find the order from the borders of the patches.
 """
 
 PUBLISHED = [

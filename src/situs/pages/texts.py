@@ -44,8 +44,8 @@ gradient), small batches, fixed or rotary positions, and secret labels.
 
 With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
 at least as many tokens as the model has channels. Other attacks may still work. Only differential privacy limits what
-any attack can recover, and the limit is strong only if ε is small. Use a noise multiplier of 0.5 or more: with much
-less noise, the limit is useless. Clipping alone limits no attack.
+every possible attack can recover, and the limit is strong only if ε is small. Use a noise multiplier of 0.5 or more:
+with much less noise, the limit is useless. Clipping alone limits no attack.
 """
 
 SHOWN = 16

@@ -327,7 +327,7 @@ class PrivateStepper(Stepper):
         for part in parts:
             if part.draws:
                 raise SitusError(
-                    "dp: methods that draw random masks or random orders of the patches in a step are not supported",
+                    "dp: methods that draw random numbers in a step (such as masks) are not supported",
                     field="dp",
                 )
             for at in range(0, len(part.batch.ids), self.at_once):

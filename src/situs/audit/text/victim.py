@@ -108,7 +108,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
         if model.method is not None:
             raise SitusError(
                 f"{model.name}: the audit supports only models that were trained to predict classes or words; "
-                "fine-tune this model, or export it (situs export) and audit the export with a new classifier",
+                "fine-tune this model, or export it (situs export) and audit the export, which then gets a new "
+                "classifier",
                 field="texts",
             )
         model = open_model(source, num_classes=classes, **open_args)

@@ -413,8 +413,7 @@ class LockAudit(Result):
             values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
             caption = (
                 "Fraction of the key that an attacker recovers by linear assignment if noise is added to the weights "
-                "of "
-                "the base model."
+                "of the base model."
             )
             title = "The drift of the base"
             figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))

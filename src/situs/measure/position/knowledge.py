@@ -577,7 +577,7 @@ def _shuffled_table(audit: PositionAudit) -> Table:
         cells: list[Cell] = [f"{row.ratio:g}", mask, row.masked, f"{row.diff_norm:.3g}"]
         stay = [None if row.consistency is None else percent(row.consistency)] if answers else []
         rows.append([*cells, share, *stay])
-    caption = "" if answers else "The model has no trained classifier, so there are no predictions to compare."
+    caption = "" if answers else "The model has no trained classifier, so there are no answers to compare."
     return Table("The effect of shuffled patches", header, rows, caption)
 
 

@@ -109,7 +109,7 @@ class TableAnalysis:
         if count < 2 * channels:
             return (
                 f"{counts}. These are too few positions for a reliable regression, so the regression overfits. For a "
-                "table without information, its predictions are worse than a blind guess."
+                "table without information, the regression's predictions are worse than a blind guess."
             )
         return ""
 
@@ -221,7 +221,7 @@ class PositionTables(Result):
                 ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
                 [*shares, *TABLE_6],
                 "Variance explained by the k largest principal components of the table, without prefix tokens. The "
-                "rows named MJP's paper are copied from Table 6 of this paper (models with 14 × 14 positions and 384 "
+                "rows that begin with MJP's paper are copied from its Table 6 (models with 14 × 14 positions and 384 "
                 "channels).",
             ),
             Table(
