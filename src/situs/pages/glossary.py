@@ -48,6 +48,6 @@ def add_words(page: Page) -> Page:
 
 def glossary_page() -> str:
     """The text of `docs/glossary.md`."""
-    intro = f'HTML pages of Situs also explain these terms, under "{TITLE}".'
+    intro = f'The HTML pages that Situs writes also explain their terms, under "{TITLE}".'
     head = ["# Glossary", "", intro, "", "| term | meaning |", "|---|---|"]
     return "\n".join([*head, *(f"| {term.name} | {term.meaning} |" for term in terms()), ""])
