@@ -399,7 +399,7 @@ def check_address(url: str) -> None:
     if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
         raise DataError(
             f"{redacted(url)}: must not contain a user or a password, because a run writes the address to its config; "
-            "use a signed address, or the configuration of fsspec"
+            "use a signed address that expires, or store the credentials in fsspec's configuration"
         )
 
 
