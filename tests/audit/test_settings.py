@@ -196,7 +196,11 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     }
     header, rows = settings_table(whole)
     assert all(len(r) == len(header) for r in rows)
-    text = make_page(replace(whole, provenance=Provenance({"seed": 0}))).render()
+    page = make_page(replace(whole, provenance=Provenance({"seed": 0})))
+    intervals = str(next(section for section in page.sections if section.title == "The table").blocks[-1])
+    assert "95 % intervals" in intervals and "no gradient" not in intervals
+    assert intervals.count("<tr><td") == sum(pair.attacked for pair in whole.pairs) > 0
+    text = page.render()
     assert outline(text) == [
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
