@@ -136,7 +136,9 @@ def test_lines_are_read_without_blanks_and_a_table_is_not_read_as_lines(tmp_path
     with pytest.raises(SitusError, match=r"^data=.*lines\.txt: has no text$"):
         read_lines(file, "data")
     for ending in ("csv", "tsv", "json", "jsonl", "parquet"):
-        with pytest.raises(SitusError, match=f"^secrets=lines.{ending}: is a table; it must be plain text") as caught:
+        with pytest.raises(
+            SitusError, match=f"^secrets=lines.{ending}: is a table file; give a plain text file"
+        ) as caught:
             read_lines(Path(f"lines.{ending}"), "secrets")
         assert caught.value.field == "secrets"
 

@@ -413,7 +413,8 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
     for field, value in fixed.items():
         if value is not None:
             raise SitusError(
-                (f"{field}={value}: applies only to a new fine-tuning; a resumed run keeps its own value"), field=field
+                (f"{field}={value}: applies only to a new fine-tuning run; a resumed run keeps its own value"),
+                field=field,
             )
 
 

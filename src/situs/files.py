@@ -66,7 +66,9 @@ def missing_reason(folder: Path, name: str) -> str:
 def read_lines(path: Path, field: str) -> list[str]:
     """The lines of a text file without blank ones; field: the field that names the file."""
     if path.suffix in TABLES:
-        raise SitusError(f"{field}={path}: is a table; it must be plain text, one sample per line", field=field)
+        raise SitusError(
+            f"{field}={path}: is a table file; give a plain text file with one sample per line", field=field
+        )
     lines = [line.strip() for line in _read(path, field).splitlines() if line.strip()]
     if not lines:
         raise SitusError(f"{field}={path}: has no text", field=field)

@@ -183,9 +183,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: a gate sets an upper limit, but a low {name} means a good copy of the private data; "
-            "choose one of: "
-            f"{', '.join(sorted(rising))}",
+            f"{asked}={text}: {name} cannot be limited by a gate, because a gate sets an upper limit, but a low "
+            f"{name} means a good copy of the private data; choose one of: {', '.join(sorted(rising))}",
             field=asked,
         )
     if name not in rising and not number:

@@ -289,7 +289,7 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
     own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)
     assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
-    with pytest.raises(SitusError, match="does not name its training data; give the images"):
+    with pytest.raises(SitusError, match="does not say on which data it was trained; give the images"):
         audit_gradients(small_vit(num_classes=3), **asked)
 
 

@@ -101,7 +101,7 @@ def test_weights_that_are_no_run_can_be_fine_tuned(
     assert "method=mp3: fine-tuning needs" in refused([*words, "--method", "mp3", "--out", str(tmp_path / "x")], capsys)
     resume = ["--resume", str(tmp_path / "ft")]
     assert refused([*resume, "--positions", "none"], capsys) == (
-        "positions=none: applies only to a new fine-tuning; a resumed run keeps its own value (--positions)"
+        "positions=none: applies only to a new fine-tuning run; a resumed run keeps its own value (--positions)"
     )
     assert "--from" in refused([*resume, "--from", str(trained.mp3)], capsys)
 

@@ -311,7 +311,7 @@ def test_what_we_have_not_read_is_refused_by_name() -> None:
         backbone.groups()
     backbone = make("vit")
     backbone.model.blocks[1].mlp = nn.Sequential(OrderedDict(fc2=nn.Linear(4, 24)))
-    with pytest.raises(SitusError, match="cannot lock an MLP of the class Sequential"):
+    with pytest.raises(SitusError, match="locks do not support an MLP of the class Sequential"):
         backbone.groups()
 
 

@@ -280,7 +280,7 @@ def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
     if not whole:
         (place / "extra").mkdir()
         save_file({"new": torch.zeros(2), **load_file(place / WHOLE)}, place / WHOLE)
-        with pytest.raises(SitusError, match="are not the tensors that were in this file"):
+        with pytest.raises(SitusError, match="does not have the same tensor names"):
             unlock(place, KEY, tmp_path / "again", retrained=True, withheld=locked.withheld)
 
 

@@ -51,7 +51,7 @@ def adapt(
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
     for field, value in (("weight", weight), ("table", table)):
         if value is not None and f"model.{value}" not in parameters:
-            raise SitusError(f"{field}={value}: {backbone.name} has no parameter of this name ({field})")
+            raise SitusError(f"{field}={value}: {backbone.name} has no parameter named {value}")
     names = [None if value is None else f"model.{value}" for value in (weight, table)]
     backbone.table = names[1]
     frozen = [value for value in names if value is not None and not parameters[value].requires_grad]

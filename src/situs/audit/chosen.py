@@ -504,8 +504,8 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
         raise SitusError(
-            f"{name}: has a different architecture, so the weights of the two models cannot be compared; give a public "
-            "model of the same architecture",
+            f"{name}: has a different architecture from the audited model, so the weights of the two cannot be "
+            "compared; give a public model with the architecture of the audited model",
             field="like",
         )
     changes, most, place = list[float](), 0.0, ""

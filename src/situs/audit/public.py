@@ -332,7 +332,9 @@ def open_audit(
     captured = [] if upload is None else open_uploads(upload.source, victim.trains, upload.stated, upload.sent)
     data = opened.data.path or None if data is None and upload is None else data
     if data is None and upload is None:
-        raise SitusError(f"{opened.name}: does not name its training data; give the images", field="data")
+        raise SitusError(
+            f"{opened.name}: does not say on which data it was trained; give the images for the audit", field="data"
+        )
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]

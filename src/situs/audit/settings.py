@@ -248,8 +248,8 @@ def verdict(comparison: Comparison) -> str:
         rows = [best_row(comparison, model, setting, True) for setting in "cb"]
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
     return " ".join(lines) or (
-        "There is no verdict on MJP (masked jigsaw puzzles). Either no model of this audit was trained with MJP, or no "
-        "attack that knows that MJP is used has a result for such a model."
+        "There is no verdict on MJP (masked jigsaw puzzles). Either no model of this audit was trained with MJP, or "
+        "for such a model there is no result of an attack that takes MJP into account."
     )
 
 

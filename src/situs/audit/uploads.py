@@ -41,10 +41,10 @@ class UploadAudit(Audit):
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
         "A recovered picture is certified if the attacker can prove, without the original, that the picture is "
-        "right. For this proof, the attack's equations must fit up to rounding and the stated noise, their solution "
-        "must be unique, and it must cover almost every pixel. The certified PSNR is the PSNR that this proof "
-        "guarantees. The proof assumes that nobody altered the upload. Without reference images, no upload can pass "
-        "a gate: pictures that are not certified may also be right, and another attack may recover more."
+        "right. For this proof, the attack's equations must hold up to rounding and the stated noise, and must have "
+        "only one solution, which must cover almost every pixel. The certified PSNR is the PSNR that this proof "
+        "guarantees. The proof assumes that nobody altered the upload. Without the originals, no upload can pass a "
+        "gate: a picture that is not certified may still be right, and another attack may recover more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)

@@ -212,8 +212,8 @@ class Guard:
         """The worst judgement of uploads whose images are not known, under the stated defence and under none."""
         if self.backbone.input.shape is None:
             raise SitusError(
-                f"{self.backbone.name}: takes images of any size, so the size of the uploaded images is not known; set "
-                "`img_size`",
+                f"{self.backbone.name}: takes images of any size, so the size of the images behind the uploads is "
+                "not known; set `img_size`",
                 field="img_size",
             )
         height, width = self.backbone.input.shape

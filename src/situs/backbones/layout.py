@@ -222,7 +222,7 @@ class LayoutBuilder:
     def _mlp(self, block: str, residual: str, mlp: Mlp) -> None:
         """Up-projections (one, or gate and value), the norm between, and the down-projection."""
         if not mlp.up:
-            raise SitusError(f"{block}: Situs cannot lock an MLP of the class {type(mlp.run).__name__}")
+            raise SitusError(f"{block}: locks do not support an MLP of the class {type(mlp.run).__name__}")
         name, down = f"{block}.mlp", self.projection(mlp.down)
         self.open(name, "hidden", self.inputs(down))
         for p in map(self.projection, mlp.up):

@@ -121,7 +121,7 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
             f"{what}: its position table has {loaded.shape[1]} rows. The model needs {counted(prefix, 'rows')} for "
-            "prefix tokens, so the number of the remaining rows must be a square number"
+            "prefix tokens. The other rows must form a square grid, so their number must be a square number"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

@@ -335,8 +335,8 @@ class Infer(ClientArgs):
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local. With another server, the tokens (rows) are permuted if "
-                "they were permuted in training; do not set `permute`",
+                "permute: applies only with server=local. With any other server, the tokens (rows) are permuted "
+                "as in training, and this cannot be changed; do not set `permute`",
                 field="permute",
             )
         key = None if self.key is None else read_key(self.key)

@@ -150,8 +150,8 @@ def lock(
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
         raise SitusError(
-            f"withheld={withheld}: is the file for withheld parts, but no parts are named; name the parts in the "
-            "option `withhold`",
+            f"withheld={withheld}: names a file for withheld parts, but no parts are to be withheld; name the parts "
+            "in the option `withhold`",
             field="withhold",
         )
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
@@ -458,14 +458,18 @@ def _unlock_retrained(
         *(
             [
                 (
-                    "Since the lock, these tensors were added, removed, or changed in shape or dtype; the key does not "
-                    f"permute them: {', '.join(differing)}."
+                    "These tensors, which the key does not permute, were added, removed, or changed in shape or dtype "
+                    f"since the lock: {', '.join(differing)}."
                 )
             ]
             if differing
             else []
         ),
-        *([f"Files left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
+        *(
+            [f"Files not copied to the opened folder, because they may contain locked weights: {', '.join(left_out)}."]
+            if left_out
+            else []
+        ),
     ]
 
 
@@ -481,7 +485,7 @@ def _check_layout(
             )
             raise SitusError(
                 f"{folder}: {name} {now}, but was locked with dtype {old[name].dtype} and shape "
-                f"{list(old[name].shape)}; the key fits only this dtype and shape",
+                f"{list(old[name].shape)}; the key fits only the dtype and shape at the lock",
                 field="retrained",
             )
 
@@ -494,9 +498,9 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     original = originals.get(name)
     if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: the tensors in {name} are not the tensors that were in this file when the model was locked, "
-            "so the withheld tensors cannot be added. Save the trained model with all its tensors to a new folder, "
-            "and open that folder",
+            f"{folder}: {name} does not have the same tensor names as when the model was locked, so the withheld "
+            "tensors cannot be added to it. Save the trained model with all its tensors, also the withheld ones, to a "
+            "new folder, and open that folder",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}

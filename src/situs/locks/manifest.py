@@ -125,7 +125,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
     _digits("the code of the withheld tensors", withheld.header, CODE_DIGITS)
     names = set(withheld.tensors)
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
-        raise SitusError("its list of withheld parts does not match its tensors")
+        raise SitusError("its list of withheld parts does not match its list of tensors")
     for part in withheld.parts:
         if not PART.fullmatch(part):
             raise SitusError(f"{part[:80]!r} is not a part that can be withheld")

@@ -240,8 +240,8 @@ class Cut(Entrance):
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
             raise SitusError(
-                f"{backbone.name}: its stages are locked with different keys, so only the features of the last layer "
-                "are available"
+                f"{backbone.name}: each of its stages is locked with its own key, so only the features of the last "
+                "layer are available"
             )
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))

@@ -444,9 +444,9 @@ _NAMED = 5
 MEANING_OF_LABELS = """
 A sample can have any number of classes. For each class, the samples are ordered by the model's probability of the
 class. The average precision of the class is the area under the curve of precision against recall in this order. Average
-precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
-samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the share of
-labels that are predicted right, averaged over the classes. Compare this accuracy with the accuracy of a model that
+precision is 100 % if all samples with the class come first. For a random order, average precision is about equal to the
+share of samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the share
+of labels that are predicted right, averaged over the classes. Compare this accuracy with the accuracy of a model that
 always gives the more frequent answer (present or absent) for each class. F1 is the harmonic mean of precision and
 recall at the threshold of one half. Unknown labels are left out of all numbers.
 """

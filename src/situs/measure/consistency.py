@@ -37,8 +37,9 @@ TABLE_1 = 0.15
 MEANING = """
 `x` is a sample. `x̃` is the same sample after the patches inside a mask of rectangular blocks are shuffled. γ is the
 fraction of patches in the mask. F is the vector that the classifier reads. Diff.Norm is the mean of ‖F(x) − F(x̃)‖ over
-the samples. The mean of the squared norm is also shown, because Eq. 6 of MJP uses the square; MJP's published code
-prints the norm. Consistency is the fraction of samples whose answer stays the same, right or wrong.
+the samples. The mean of ‖F(x) − F(x̃)‖² is also shown: Eq. 6 of the MJP paper (masked jigsaw puzzles) uses the square,
+but the paper's published code prints the norm. Consistency is the fraction of samples whose answer stays the same,
+right or wrong.
 
 "Mask hidden" means that the model does not know which patches are shuffled: the position embeddings stay in place, so
 the shuffled patches have wrong positions. The numbers then measure the effect of shuffling. "Mask known" means that the

@@ -125,7 +125,7 @@ def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp
         (*bert, {"texts": blank}, "has no text"),
         (bare, bert[1], {"texts": text}, "has no tokenizer.json"),
         (sealed, bert[1], {"texts": text}, "its tokenizer.json is sealed (situs unlock opens the folder)"),
-        (*bert, {"texts": table}, "is a table; it must be plain text"),
+        (*bert, {"texts": table}, "is a table file; give a plain text file"),
         (broken, bert[1], {"texts": text}, "its tokeniser cannot be read"),
     ]
     for folder, backbone, given, said in cases:

@@ -78,9 +78,9 @@ class FedAvg(Defence):
         "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
     )
     known: ClassVar[str] = (
-        "k. The row space of a layer's weight update contains the inputs of this layer in all k steps, and the "
-        "attacker knows the weights before the first step. Therefore the attack `tokens` works. The attack "
-        "`patchembed` works for one image, because its equations hold for every k"
+        "k. The row space of a layer's weight update contains all inputs that this layer gets during the k steps. The "
+        "attacker also knows the weights from which the first step starts. Therefore the attack `tokens` works. The "
+        "attack `patchembed` works for one image, because its equations hold for every k"
     )
     adam: ClassVar[bool] = False
 

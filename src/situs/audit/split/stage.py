@@ -65,8 +65,8 @@ def check_places(backbone: Backbone) -> None:
     """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(
-            f"{backbone.name}: this audit does not apply, either because the tokens (the rows of the hidden states) "
-            f"cannot be permuted, or because permuting them hides nothing: {why}"
+            f"{backbone.name}: this audit does not apply, because in this model no permutation of the tokens (the rows "
+            f"of the hidden states) can hide their order: {why}"
         )
 
 

@@ -344,8 +344,8 @@ class Remedies(Result):
 
 UNTUNED = (
     "How much accuracy the defence costs was not measured. The cosine compares the upload with the gradient that "
-    "is computed without a defence. It covers single steps only, not a whole training run. To measure the accuracy, "
-    "train a model with the setting."
+    "is computed without a defence. It covers single steps only, not a whole training run. To measure the cost in "
+    "accuracy, train a model with this setting of the defence."
 )
 
 

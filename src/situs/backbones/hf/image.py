@@ -111,9 +111,9 @@ class ImageBackbone(EncoderBackbone):
             )
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
-                f"positions={kind!r}: needs a square image, because transformers would resample the square position "
-                f"table of {self.name} to {self.grid[0]}x{self.grid[1]} patches, which changes the sine and cosine "
-                "values; choose a square image, or positions='learned' or 'none'",
+                f"positions={kind!r}: needs a square image. For {self.grid[0]}x{self.grid[1]} patches, transformers "
+                f"would resample the square position table of {self.name}, and thus change its sine and cosine values; "
+                "choose a square image, or positions='learned' or 'none'",
                 field="img_size",
             )
         fill_table(table, kind, self.grid)
@@ -173,7 +173,8 @@ class Dinov2Backbone(ImageBackbone):
         if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
             raise SitusError(
                 f"image_size={old[0]}x{old[1]}: must be square in the config, because transformers reads "
-                f"the position table of {self.name} as a square; to use images of another size, set img_size",
+                f"the position table of {self.name} as a square; to use images that are not square, keep a square "
+                "image_size in the config and set img_size",
                 field="img_size",
             )
         if old != new and new[0] == new[1]:

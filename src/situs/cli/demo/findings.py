@@ -83,7 +83,7 @@ def find_places(stage: Stage) -> Finding:
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images are shuffled together and divided into two sets of equal size. Each set contains "
-        "patches of both images. The model builds one image from each set.",
+        "patches of both images. From each set, the model assembles one image, a mixture of the two.",
     )
     learned = right > TIMES / PLACES
     return stage.add(
@@ -126,9 +126,9 @@ def find_labels(stage: Stage) -> Finding:
     section = stage.page.section("A classifier with and without the weights of MP3")
     section.text(
         "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One "
-        "classifier starts from the weights of MP3, and the other classifier from random weights. Accuracy is measured "
-        f"on {tests:,} test images that were not used for training. Differences above {2 * spread:.1f} points are "
-        "significant. This is one seed."
+        "classifier starts from weights that were pretrained to predict patch positions (with MP3), the other from "
+        f"random weights. Accuracy is measured on {tests:,} test images that were not used for training. Differences "
+        f"above {2 * spread:.1f} points are significant. This is one seed."
     )
     drawn = figures.curves(curves, "epoch", "test images classified right, %")
     section.figure(drawn, f"Fine-tuning with {labels}.")
@@ -140,7 +140,7 @@ def find_labels(stage: Stage) -> Finding:
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
             f"Both classifiers were trained on the same {stage.length.labelled:,} labelled images. Only one "
-            "classifier was pretrained on position.",
+            "classifier was first pretrained to predict patch positions.",
             Section("").bars(bars, "%"),
             ("The curves", section.title),
         )
@@ -228,8 +228,8 @@ def find_lock(stage: Stage) -> Finding:
             f"A model can be locked with a key. {outcome}",
             f"{best.right} of {best.size}",
             "channels of the key found",
-            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner locks "
-            "the model and also withholds the embedding, an attacker that has only images cannot begin an attack.",
+            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner "
+            "also withholds the embedding, an attack with only the locked model and unlabelled images cannot start.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )

@@ -107,7 +107,7 @@ def bits_left(size: int, right: int) -> float:
     so exchanges can be tried one by one, r (r - 1) / 2 of them for each of at most r - 1 channels.
     """
     if not 0 <= right <= size:
-        raise SitusError(f"right={right}: the number of right channels must be in [0, {size}]")
+        raise SitusError(f"right={right}: the number of channels in their true place must be in [0, {size}]")
     wrong = size - right
     orders = math.lgamma(wrong + 1) / math.log(2)
     if 2 * right <= size or wrong < 2:

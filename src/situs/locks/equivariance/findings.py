@@ -54,9 +54,9 @@ COVER = (
 MEANING = """
 Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key permutes the channels
 and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
-and over optimiser steps, once with and once without the permutation. The two results must agree. Each number is the
-largest relative difference between the two results. "Needs keyed weights" means that the law holds only if the key has
-permuted the weights. "Refused" means that the law does not hold or could not be tested; the reason is given.
+and over optimiser steps, once with and once without the permutation. After the permutation is undone, the two results
+must agree. Each number is their largest relative difference. "Needs keyed weights" means that the law holds only if the
+key has permuted the weights. "Refused" means that the law does not hold or could not be tested; the reason is given.
 """
 
 

@@ -87,7 +87,7 @@ def adapt_model(
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
         raise SitusError(
-            "unlabelled: this data is used only for pretraining; also choose a pretraining method with `method`",
+            "`unlabelled` is used only for pretraining, so also choose a pretraining method with `method`",
             field=("unlabelled", "method"),
         )
     check_target(out)
