@@ -79,8 +79,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     (tmp_path / "exported" / PARTS).unlink()
     assert main(again) == 2
     assert (
-        refused(capsys)
-        == f"exported: its heads are missing, because it has no file {PARTS}; export the model again (MODEL…)"
+        refused(capsys) == f"exported: has no file {PARTS}, so its heads are missing; export the model again (MODEL…)"
     )
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
     assert "detects objects" in capsys.readouterr().err
