@@ -221,8 +221,8 @@ class PositionTables(Result):
                 ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
                 [*shares, *TABLE_6],
                 "Variance explained by the k largest principal components of the table, without prefix tokens. The "
-                'rows that begin with "MJP\'s paper" are copied from Table 6 of that paper (models with 14 × 14 positions '
-                "and 384 channels).",
+                'rows that begin with "MJP\'s paper" are copied from Table 6 of that paper (models with 14 × 14 '
+                "positions and 384 channels).",
             ),
             Table(
                 READ,
