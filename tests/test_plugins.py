@@ -147,6 +147,6 @@ def test_a_class_that_lacks_something_is_refused() -> None:
 
 def test_a_class_from_outside_does_not_take_the_place_of_ours() -> None:
     ours = ATTACKS["patchembed"]
-    with pytest.raises(SitusError, match="its name 'patchembed' is already a name of Situs"):
+    with pytest.raises(SitusError, match="its name 'patchembed' is already used by Situs"):
         ATTACKS.add(type("Mine", (ours,), {}))
     assert ATTACKS["patchembed"] is ours

@@ -34,7 +34,7 @@ class Plugins(Mapping[str, T]):
         name = str(getattr(kind, "name"))  # noqa: B009  (T is any class with these attributes)
         if self._classes.get(name, kind) is not kind and name in self._ours:
             raise SitusError(
-                f"{called}: its name {name!r} is already a name of Situs; choose another name ({self.group})"
+                f"{called}: its name {name!r} is already used by Situs; choose another name ({self.group})"
             )
         self._classes[name] = kind
         return kind

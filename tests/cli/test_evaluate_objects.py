@@ -78,7 +78,9 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert refused(capsys) == f"{data}: must be a file for the detections, but is a folder (--save-detections)"
     (tmp_path / "exported" / PARTS).unlink()
     assert main(again) == 2
-    assert refused(capsys) == f"exported: its heads are missing (the file {PARTS}); export the model again (MODEL…)"
+    assert (
+        refused(capsys) == f"exported: has no file {PARTS}, so its heads are missing; export the model again (MODEL…)"
+    )
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
     assert "detects objects" in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
         (["test_resnet", "--weights", "random"], "it is a convolutional network and has no tokens"),
         (
             ["vit_tiny_patch16_224"],
-            "is neither a run nor an export; for the timm model of this name, also set weights",
+            "is neither a run nor an export; if you mean the timm model of this name, set weights",
         ),
         (["runs/gone"], "situs: runs/gone: no such run, export or file (MODEL…)\n"),
         (["vit_tiny_patch16_224=random", "--folds", "1"], "folds=1: "),

@@ -130,7 +130,7 @@ def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsy
     assert main(["keygen", "--out", str(tmp_path / "other.key")]) == 0
     out = str(tmp_path / "open")
     cases = {
-        "for the timm model of this name, also set weights": [
+        "if you mean the timm model of this name, set weights": [
             "lock",
             "vit_tiny_patch16_224",
             "--key",

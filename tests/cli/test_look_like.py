@@ -43,7 +43,7 @@ def test_mistakes_are_one_sentence(files: dict[str, str], capsys: pytest.Capture
     for words, reason in (
         ([files["honest"], "--like", "random", "--verify"], "give only one of them"),
         ([files["honest"], "--like", "no/such/model"], "no/such/model"),
-        (["vit_tiny_patch16_224", "--like", "random"], "also set weights: to a file"),
+        (["vit_tiny_patch16_224", "--like", "random"], "set weights to a file"),
         (
             [files["honest"], "--like", "random", "--steps", "1"],
             "--steps applies only with --verify; leave --steps out",

@@ -108,7 +108,7 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"classes differ from those of tiny: the data has 3 classes.* 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
-    with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):
+    with pytest.raises(SitusError, match=r"lost: has no file situs_method\.safetensors, so its decoder is missing"):
         evaluate_segments(lost)
 
 

@@ -229,7 +229,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     found = open_model(tmp_path / "bert")
     assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
     with pytest.raises(
-        SitusError, match="bert: reads sentences, but only models of images or clips are supported here"
+        SitusError, match="bert: reads sentences, but only models that read images or clips are supported here"
     ):
         _ = found.data
 
@@ -257,7 +257,7 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("vit_tiny_patch16_224", {}, r"also set weights: to a file, to 'pretrained' .* or to 'random'"),
+    ("vit_tiny_patch16_224", {}, r"set weights to a file, to 'pretrained' .* or to 'random'"),
     ("{world}/weights.pt", {}, r"contains only weights; give MODEL as timm name and file, .*=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),

@@ -112,8 +112,8 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
         (a_model(backbone=small_swin(num_classes=3), classifier=True), "SwinTransformer is not a plain ViT"),
         (a_model(backbone=rotary, classifier=True), "Eva is not a plain ViT"),
         (a_model(backbone=mixed, classifier=True), r"differ in their activation \(gelu, relu\)"),
-        (a_model(small_method("mp3"), input=sound), "takes only models of images"),
-        (a_model(small_method("mp3"), input=DataConfig(kind="text")), "takes only models of images"),
+        (a_model(small_method("mp3"), input=sound), "takes only models whose input is images"),
+        (a_model(small_method("mp3"), input=DataConfig(kind="text")), "takes only models whose input is images"),
         (a_model(small_method("mjp", small_vit(num_classes=3), index="place"), classifier=True), "second position"),
         (a_model(small_method("mp3", small_vit(model_args={"global_pool": "max"}))), "global_pool='max'"),
     ):

@@ -113,7 +113,7 @@ def test_a_locked_language_model_is_trained_without_the_key_and_then_generates(t
         assert list(writer.tokens([5, 6, 7], max_tokens=8)) == expected
         text.server.sessions.clear()  # restarted
         assert list(writer.tokens([5, 6, 7], max_tokens=8)) == expected
-    with pytest.raises(SitusError, match="only with the defence that it was trained with"):
+    with pytest.raises(SitusError, match="always uses the defence that it was trained with"):
         open_writer(tmp_path / "split", text.call, key=key, defence="noise=1").__enter__()
 
 

@@ -57,7 +57,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] must match one entry, but matches 2 of 3"),
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] must .* 0 of 3"),
         ("numbers[a=1]", r"\[a=1\] must match one entry, but matches 0 of 2"),
-        ("a..b", "is not a path"),
+        ("a..b", "must be a path"),
         ("top1[*]", r"has no \[\*\]; there is 0.5"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_measurement_leaves_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["rows[told]", "rows[]", "rows[a=1,b]", "rows[1.5]", "rows[", "a..b"])
 def test_what_is_no_path_is_seen_before_anything_is_found(path: str) -> None:
-    with pytest.raises(SitusError, match=r"is not a path|must be"):
+    with pytest.raises(SitusError, match=r"must be"):
         check_path(path)
 
 

@@ -183,7 +183,7 @@ def test_what_changes_of_a_job_is_told_with_what_depends_on_it(tmp_path: Path) -
 
 def test_tables_are_written_a_line_a_value() -> None:
     assert toml_of({"a": {"b": 1, "c": "ä"}, "d": [1, 2]}) == 'a.b = 1\na.c = "ä"\nd = [1, 2]\n'
-    with pytest.raises(SitusError, match=r"change\.a\.b: must not be a list of tables"):
+    with pytest.raises(SitusError, match=r"change\.a\.b: must not be a list of TOML tables"):
         toml_of({"a": {"b": [{"c": 1}]}})
 
 

@@ -128,7 +128,7 @@ def test_cells_and_points_need_a_job_and_a_figure() -> None:
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))
     line = {"name": "l", "job": "look", "figure": "a[*].b", "over": "a[*"}
-    with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': is not a path to a number"):
+    with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': must be a path in"):
         planned(study(curves=[{"x": "x", "y": "y", "lines": [line]}]))
     assert point_of(study().curves[0].lines[0], 1) == ("tuned-0.5", "val_top1")
 

@@ -389,7 +389,7 @@ def test_a_complete_run_is_left_alone(tmp_path: Path, capsys) -> None:
 
 def test_a_run_cannot_end_before_it_stands(tmp_path: Path) -> None:
     train(tmp_path / "run")
-    with pytest.raises(SitusError, match=r"20 steps are already done, so the run cannot end earlier, at step 10"):
+    with pytest.raises(SitusError, match=r"the run cannot end at step 10, because 20 steps are already done"):
         train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=2))
     result, _, _ = train(tmp_path / "run")  # the refused wish left nothing behind
     assert result.step == 20

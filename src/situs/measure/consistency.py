@@ -221,9 +221,8 @@ class ConsistencyCurve(Result):
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
             caption = (
-                f"For each γ: the fraction of {self.provenance.things} whose answer stays the same, and the fraction "
-                "whose "
-                "answer is right."
+                f"For each γ: the fraction of {self.provenance.things} whose answer after the shuffle is the same as "
+                "before, and the fraction whose answer after the shuffle is right."
             )
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "fraction of all, %")))
         norms = self._series("diff_norm", "")

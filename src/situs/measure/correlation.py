@@ -157,8 +157,9 @@ class Correlations(Result):
             Figure(
                 "distance",
                 f"{after}. If the correlation across two samples falls with distance, the features depend on position. "
-                "The cause is the model or a layout that all samples share (for example sky at the top). If the "
-                "correlation falls faster within one sample than across two samples, neighbours have similar content.",
+                "This dependence comes from the model, from a layout that all samples share (for example sky at the "
+                "top), or from both. If the correlation falls faster within one sample than across two samples, "
+                "neighbours have similar content.",
                 "figures.curves",
                 (lines, "distance between the positions, patches", "mean Pearson correlation"),
             ),

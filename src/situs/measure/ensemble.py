@@ -21,10 +21,10 @@ from situs.results import Figure, Provenance, Result, Summary, Table, percent, p
 
 Average = Literal["softmax", "logits"]
 MEANING = """
-Every model classifies every sample. For each model, the samples are prepared as in the training of this model. The
-probabilities (or logits) of the models are averaged. The class with the largest average is the ensemble's answer. The
-ensemble gains most if its models make errors on different samples. The ensemble can be right on a sample that every
-single model classifies wrong.
+Every model classifies every sample. Each model gets the samples prepared as in its own training (size, normalisation),
+but without augmentation. The probabilities (or logits) of the models are averaged. The class with the largest average
+is the ensemble's answer. The ensemble gains most if its models make errors on different samples. The ensemble can be
+right on a sample that every single model classifies wrong.
 """
 
 

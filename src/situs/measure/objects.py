@@ -38,15 +38,15 @@ OVERLAP = 0.5
 MEANING = f"""
 Average precision (AP) is computed as in COCO, in percent. The detections of a class are sorted by score. A detection is
 right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
-Precision is averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of
-.5, .55, … .95 and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects
-have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best detections of an image are
-used. Detections inside a crowd are ignored.
+Precision is averaged over recall from 0 to 1. This is done for ten required overlaps (intersection over union: .5, .55,
+… .95) and for each class that has objects. AP is the mean of all these averages. AP50 requires an overlap of .5, and
+AP75 of .75. Small objects have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best
+detections of an image are used. Detections inside a crowd are ignored.
 
-F1 and the tables of confused classes count objects and detections one by one. They use only detections with a score of
-{SURE} or more. Each detection is matched to the object (of any class) whose mask overlaps most with the mask of the
-detection, if this overlap is {OVERLAP} or more. F1 is twice the number of objects detected with the right class,
-divided by the number of objects plus the number of detections.
+F1 and the tables of confused classes are not averages over recall: they come from counts of objects and detections.
+They use only detections with a score of {SURE} or more. Each detection is matched to the object (of any class) whose
+mask overlaps most with the mask of the detection, if this overlap is {OVERLAP} or more. F1 is twice the number of
+objects detected with the right class, divided by the number of objects plus the number of detections.
 """
 PICTURES = 8
 """How many of the worst images the page shows."""

@@ -23,7 +23,7 @@ from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 MEANING = """
-The text is cut into blocks. A word is here one token of the tokeniser. In each block, the model predicts every word
+The text is cut into blocks. Here, a word is one token of the tokeniser. In each block, the model predicts every word
 except the first from the preceding words. The perplexity is the exponential of the mean of -log p over all predicted
 words, where p is the model's probability of the true word. With another block length or another tokeniser, the same
 text has another perplexity.

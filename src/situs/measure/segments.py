@@ -280,7 +280,9 @@ def dense_method(model: Model, kind: type[M], task: str, parts: str, instead: st
     the model that an export may lack. instead: what else is possible."""
     name = kind.__name__.lower()
     if model.method is None and model.facts.get("method") == name:
-        raise SitusError(f"{model.name}: its {parts} missing (the file {PARTS}); export the model again", field="model")
+        raise SitusError(
+            f"{model.name}: has no file {PARTS}, so its {parts} missing; export the model again", field="model"
+        )
     if not isinstance(model.method, kind):
         reason = f"was not trained to {task}; fine-tune it with the method {name}{instead}"
         raise SitusError(f"{model.name}: {reason}", field="model")

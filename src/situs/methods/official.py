@@ -100,8 +100,8 @@ class OfficialMJP(MJP):
         backbone = self.wrapped(backbone)
         if backbone.num_tokens and (len(backbone.grid) < 2 or min(backbone.grid) == 1):
             raise SitusError(
-                f"{backbone.name}: its grid has only one row or column ({max(backbone.grid)} positions), so the "
-                "published code finds no block to shuffle; use the method mjp",
+                f"{backbone.name}: its grid has only one row or column ({max(backbone.grid)} positions), so "
+                "MJP's published code finds no block to shuffle; use the method mjp",
                 field="method",
             )
         fill_table(backbone, std=1.0)

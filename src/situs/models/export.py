@@ -194,7 +194,7 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     """
     if known := model.data.modality.annotations:
         raise SitusError(
-            f"{model.name}: predicts {known}, but an ONNX graph gives only classes or features", field="model"
+            f"{model.name}: predicts {known}, but Situs exports only classes or features to ONNX", field="model"
         )
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":

@@ -75,7 +75,8 @@ class Model:
         if self.input.modality.ids:
             things = self.input.modality.things
             raise SitusError(
-                f"{self.name}: reads {things}, but only models of images or clips are supported here", field="model"
+                f"{self.name}: reads {things}, but only models that read images or clips are supported here",
+                field="model",
             )
         return self.input
 
@@ -203,7 +204,7 @@ def feature_defence_of(run: str | Path) -> FeatureDefence | None:
         return None
     record = read_json(file)
     if not isinstance(record.get("defence"), str) or type(record.get("scale")) not in (int, float):
-        raise SitusError(f"{file}: is damaged: the defence or its scale is missing")
+        raise SitusError(f"{file}: is damaged: it must contain the run's defence and the scale of its noise")
     return FeatureDefence(record["defence"], record["scale"])
 
 

@@ -85,7 +85,8 @@ def wrap_module(
     except Exception as error:  # whatever the user's own code raises
         reason = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         raise SitusError(
-            f"{backbone.name} does not take images {list(images.shape)}; check img_size and in_chans: {reason}"
+            f"{backbone.name} does not take images of the shape {list(images.shape)} (check img_size and in_chans): "
+            f"{reason}"
         ) from error
     if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != 1:
         output = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

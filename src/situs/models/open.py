@@ -317,8 +317,8 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
-            f"{name}: is neither a run nor an export; for the timm model of this name, also set weights: to a file, to "
-            f"{PUBLISHED!r} (the weights that timm publishes) or to {RANDOM!r} (an untrained model)",
+            f"{name}: is neither a run nor an export; if you mean the timm model of this name, set weights to a file, "
+            f"to {PUBLISHED!r} (the weights that timm publishes) or to {RANDOM!r} (an untrained model)",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights

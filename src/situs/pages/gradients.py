@@ -104,10 +104,10 @@ solution.
 
 AGAINST_CHOSEN = """
 Secure aggregation does not help against a server that chooses the weights, because such a server reads single images
-out of the sum. Large batches and smaller uploads only limit how many images the server reads per round. Two
-defences help: differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the server
-cannot choose, such as published weights with a signature. Each client must then compare the weights that it receives
-with the published weights.
+out of the sum. Large batches, or uploads of fewer gradients, only limit how many images the server can read per
+round. Two defences help: differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the
+server cannot choose, such as published weights with a signature. Each client must then compare the weights that it
+receives with the published weights.
 """
 """The same if the server chooses the weights."""
 
@@ -225,7 +225,7 @@ def _gate(ruling: Ruling | None) -> str:
         return "" if ruling is None else ruling.sentence
     limit = "" if ruling.limit == BLIND else f", and no image exceeds {ruling.limit.metric}={ruling.limit.bound:g}"
     return (
-        "The gate failed. It passes only if no image is recovered better than blind guesses by more than the gate's "
+        "The gate failed. It passes only if every image is recovered no better than blind guesses, up to the gate's "
         f"margins{limit}."
     )
 

@@ -47,8 +47,8 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the fraction of correct predictions. Mean error: the mean distance between the predicted and the true "
-    "position. Positions left empty: the fraction of the shown patches at whose true position the model placed no "
-    "patch."
+    "position. Positions left empty: of the true positions of the shown patches, the fraction at which the model "
+    "placed no patch."
 )
 
 _IN_TIME = (
@@ -60,9 +60,10 @@ _IN_TIME = (
 def _mp3_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
-        'The model gets all patches in random order and without positions (the row "input" of the figure). A random '
-        "fraction 1 − η of the patches is the context, which is outlined in green. Only the context serves as keys and "
-        "values. Every patch, including the context, is then drawn at its predicted position."
+        'The model gets all patches in random order and without positions (the row "input" of the figure). The '
+        "context (outlined in green) is a random choice of patches: a fraction 1 − η of all, where η is the fraction "
+        "outside the context. Only the context serves as keys and values. "
+        "Every patch, including the context, is then drawn at its predicted position."
     )
     drawn = one_image_figure(result.images[0], result.solved, result.seed)
     page.opening.figure(drawn, f"{_PLACED} Top: the context at its true positions.", name="one")

@@ -29,8 +29,8 @@ setting (c) show how well the patches were recovered.
 """
 
 UNORDERED = """
-In setting (c), the training step of a model without MJP uses the shuffled image instead of the original. The attacks on
-this page can therefore recover only the shuffled image. The gradients of this step do not reveal which patches were
+In setting (c), a model without MJP takes one training step on the shuffled image instead of the original. The attacks
+on this page can therefore recover only the shuffled image. The gradients of this step do not reveal which patches were
 moved, so these attacks do not restore the order. Another attacker may find the order from the borders of the patches.
 """
 
@@ -76,8 +76,8 @@ def page(comparison: Comparison) -> Page:
         header,
         PUBLISHED,
         "These numbers are from MJP's Table 5 (γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack). This "
-        "attacker is uninformed: it does not subtract the gradient of MJP's loss DAL, and it treats hidden patches "
-        "like visible patches.",
+        "attacker is uninformed: it does not subtract the gradient of MJP's position loss (DAL), and it treats hidden "
+        "patches like visible patches.",
     )
     return page.end(facts_of(comparison))
 
@@ -138,7 +138,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
             figures.image_rows([(name, images[:count].cpu()) for name, images in strips]),
             f"Setting ({setting}): {SETTINGS[setting].about}. The figure shows what each attacker recovered from one "
             f"step, for the first {counted(count, 'images')}. The number beside a row is the mean PSNR against the "
-            f"originals, over all images that were attacked ({len(comparison.names)} or fewer).",
+            f"originals, over all images attacked in that row (at most {len(comparison.names)}).",
             name=f"pictures-{setting}",
         )
 

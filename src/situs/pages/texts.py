@@ -19,10 +19,10 @@ THREAT = {
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
     "gradients. From the gradients, the attack also computes outputs of the first block's attention, which show which "
-    "words belong to the same sentence. In a causal model, the attack builds each sentence from left to right. The "
-    "attack tests each sentence with the gradients of the second block. It does not use the true sentences. Some words "
-    "are targets but not inputs (the last word of a sentence, masked words); the last layer's gradients reveal these "
-    "words",
+    "words belong to the same sentence. Each candidate sentence is checked against the gradients of the "
+    "second block. In a causal model, the attack builds each sentence from left to right. It does not use the "
+    "true sentences. Some words are targets but not inputs (the last word of a sentence, masked words); the last "
+    "layer's gradients reveal these words",
 }
 """The attacker of this audit."""
 
@@ -84,9 +84,9 @@ def page(audit: TextAudit) -> Page:
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
-        "candidates: sentences that were recovered completely, plus sentences that an attacker can tell from versions "
-        "with one other word (for the attacker, the true sentence has a probability above 99 %). A dash in the column "
-        "of seconds means that the row has the same result as the row above."
+        "candidates: sentences that were recovered completely, plus sentences that an attacker picks out among "
+        'versions with one word replaced (giving the true sentence a probability above 99 %). A dash under "seconds" '
+        "means that the attack did not run again, because it would give the result of the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):

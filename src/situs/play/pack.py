@@ -42,7 +42,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
     if method is None and isinstance(trained, type(model.backbone)):
         backbone = trained
     if not model.samples.modality.pixels:
-        raise SitusError(f"{model.name}: the playground takes only models of images", field="model")
+        raise SitusError(f"{model.name}: the playground takes only models whose input is images", field="model")
     vit = plain_vit(backbone)
     tensors, eps = dict(vit.tensors), dict(vit.eps)
     about: dict[str, Any] = {

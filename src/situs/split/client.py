@@ -230,7 +230,10 @@ class Client:
         """Opens the session again at a server that has restarted; refused if it has other weights now."""
         before, again = self._welcome, self._open(self._hello)
         if again != before:
-            raise SitusError(f"the server restarted with other weights (of step {again.step})", field="server")
+            raise SitusError(
+                f"the server restarted, and its weights have changed (they are now of step {again.step})",
+                field="server",
+            )
 
     def bye(self) -> None:
         """The training is over: the server may let it go."""

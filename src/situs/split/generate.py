@@ -150,7 +150,7 @@ def open_writer(
     if call is not None and (Path(source) / FACTS).is_file():
         if defence != "none":
             raise SitusError(
-                f"{source}: this run can be used only with the defence that it was trained with; do not set `defence`",
+                f"{source}: this run always uses the defence that it was trained with; do not set `defence`",
                 field="defence",
             )
         with open_split(source, call, key=key, device=device) as model:

@@ -272,7 +272,7 @@ class _Training:
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
                 f"init={self.config.init}: the server's blocks come from other weights; start both sides from the same "
-                "weights. With permute=columns, start the server from the locked folder",
+                "weights. With permute=columns, start both from the same locked folder (the client with its key)",
                 field="init",
             )
 

@@ -81,7 +81,9 @@ def _steps(path: str) -> list[str]:
     while at < len(path):
         match = _STEP.match(path, at)
         if match is None:
-            raise SitusError(f"figure={path!r}: is not a path to a number", field="figure")
+            raise SitusError(
+                f"figure={path!r}: must be a path in the job's results, such as rows[ratio=0].top1", field="figure"
+            )
         steps += [match[1], *re.findall(r"\[[^\]]*\]", match[2])]
         at = match.end()
     return steps

@@ -343,7 +343,7 @@ def toml_of(tables: Mapping[str, Any]) -> str:
     lines = []
     for key, value in flat(tables).items():
         if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-            raise SitusError(f"change.{key}: must not be a list of tables", field=f"change.{key}")
+            raise SitusError(f"change.{key}: must not be a list of TOML tables", field=f"change.{key}")
         lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
     return "".join(lines)
 

@@ -194,9 +194,9 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     return notes, bool(remaining)
 
 
-_GIVE = "To fine-tune with positions, first replace these zeros with new position embeddings."
+_GIVE = "To fine-tune with positions, first replace the zero entries with new position embeddings."
 _GIVE_WORDS = (
-    "To fine-tune with positions, start from the run instead of this export: the run has not set these entries to zero."
+    "To fine-tune with positions, start from the run instead of this export: in the run, these entries are not zero."
 )
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 

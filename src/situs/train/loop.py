@@ -469,8 +469,8 @@ class _Loop:
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} already done, so the run cannot end "
-                f"earlier, at step {self.total}",
+                f"{self.run.path}: the run cannot end at step {self.total}, because {counted(step, 'steps')} "
+                f"{verb(step, 'are')} already done",
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:

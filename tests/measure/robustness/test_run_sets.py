@@ -86,7 +86,7 @@ def test_arrays_as_in_cifar_c(tmp_path: Path) -> None:
     image, label = source.read(1).values()
     assert image.shape == (3, 4, 4) and int(image[0, 0, 0]) == 7 and label == 0
     np.save(tmp_path / "snow.npy", images[:9])
-    with pytest.raises(SitusError, match=r"snow.npy: must contain uint8 images .*, but contains uint8"):
+    with pytest.raises(SitusError, match=r"snow.npy: must contain uint8 images .* But the images are uint8"):
         open_corrupted(tmp_path, "snow", 1, 3)
     (tmp_path / "frost.npy").write_bytes(b"no array")
     with pytest.raises(SitusError, match=r"frost.npy and labels.npy cannot be read "):

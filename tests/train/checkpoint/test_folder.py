@@ -306,7 +306,7 @@ def test_a_log_that_lost_lines_goes_on_behind_its_last_whole_one(run: RunFolder)
         assert [record["step"] for record in run.records()] == [*steps, 6]
     run.metrics.unlink()
     run.metrics.mkdir()
-    with pytest.raises(SitusError, match=r"metrics\.jsonl: is not a file; move it away"):
+    with pytest.raises(SitusError, match=r"metrics\.jsonl: must be a file, but is a folder or something else; move"):
         run.rewind(run.latest())
 
 

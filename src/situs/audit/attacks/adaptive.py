@@ -602,8 +602,8 @@ class AdaptiveMJP(Attack):
     )
     measured: ClassVar[str] = "study mjp-table5"
     knows: ClassVar[str] = (
-        "that MJP is used, and what MJP learned (the vector E_unk of hidden patches, and the regressor of the loss "
-        "DAL); optionally an MP3 model that predicts positions"
+        "that MJP is used, and what MJP learned (the vector E_unk of hidden patches, and the regressor of the "
+        "position loss DAL); optionally an MP3 model that predicts positions"
     )
     difference: ClassVar[str] = (
         "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023) with an attacker that knows that MJP "

@@ -60,7 +60,7 @@ class Clip(Defence):
     known: ClassVar[str] = (
         "C and the noise multiplier. Clipping multiplies all gradients of a sample by the same factor. This factor "
         "does not change the solution of the attack's equations. If MJP is used, the attacker estimates the scaled "
-        "gradient of MJP's loss DAL and subtracts it"
+        "gradient of MJP's position loss (DAL) and subtracts it"
     )
 
     @property

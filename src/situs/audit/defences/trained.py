@@ -30,8 +30,8 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and the weight λ of its loss DAL. Rows of zeros in the position table's gradient reveal the "
-        "mask. The attacker subtracts the gradient of DAL from the other rows"
+        "the method and the weight λ of its position loss (DAL). Rows of zeros in the position table's gradient "
+        "reveal the mask. The attacker subtracts the gradient of DAL from the other rows"
     )
 
     def method(self, backbone: Backbone, seed: int = 0) -> Method:

@@ -36,8 +36,8 @@ The encoder sees a fraction 1 − γ of the patches of a sample. A fraction γ_p
 These patches all get the same learned vector instead of a position. The run's position head predicts which of the N
 positions each of these patches came from. The numbers are the top-1 accuracy over these patches.
 
-With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. A cell is one
-pair of γ and γ_pos. The mean gives all cells the same weight, as in DropPos's paper.
+With a larger γ, the model sees fewer patches. With a larger γ_pos, fewer of the visible patches have a position.
+A cell is one pair of γ and γ_pos. The mean gives all cells the same weight, as in DropPos's paper.
 """
 CURVE = """
 No patch has a position. A fraction η of the patches are only queries: they attend to the other patches, but no patch

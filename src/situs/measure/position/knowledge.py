@@ -284,7 +284,7 @@ linear discriminant over all positions. With the positions removed, a reader can
 With the patches shuffled, a reader can use only the positions that the model adds. The features reveal at least as much
 about positions as a linear reader finds: another reader, or more samples, may find more. A further regression reads the
 position embeddings themselves. It is fitted on some positions, and tested on the others. The readers of the features
-are fitted on all positions, and tested on other samples.
+are fitted on all positions; they are tested on the same positions, but in other samples.
 
 Another test shuffles the patches inside a mask made of rectangles. γ is the share of patches in the mask. Diff.Norm is
 the mean distance between the vectors that the classifier reads before and after the shuffle. "Mask hidden" means
@@ -502,9 +502,9 @@ def _source(audit: PositionAudit) -> str:
     content = last[REMOVED].error
     if last[REMOVED].left >= UNSURE:
         return (
-            f"With the positions removed, the error is {content:.2f} patches (blind guess: "
-            f"{last[REMOVED].blind_error:.2f}), so a linear reader fitted on {audit.probed.fitted} samples finds no "
-            "position in the content. The features know positions only from the position embeddings."
+            f"If the model runs without positions, the error is {content:.2f} patches (blind guess: "
+            f"{last[REMOVED].blind_error:.2f}), so a linear regression fitted on {audit.probed.fitted} samples finds "
+            "no position in the content. The features know positions only from the position embeddings."
         )
     return (
         f"For a reader of the content alone (positions removed), the error is {content:.2f} patches. For a reader of "
@@ -593,8 +593,8 @@ def _law_table(audit: PositionAudit) -> Table:
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
             "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. A "
-            f"server that has the weights of the client's embedding and {audit.probed.fitted} other samples can fit a "
-            "linear reader, which predicts positions. This reader predicts the exact position of "
+            f"server that has {audit.probed.fitted} samples of its own, and the weights of the client's embedding, can "
+            "fit a linear classifier of positions. This classifier predicts the exact position of "
             f"{percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)

@@ -108,8 +108,8 @@ class TableAnalysis:
             )
         if count < 2 * channels:
             return (
-                f"{counts}. These are too few positions for a reliable regression, so the regression overfits. For a "
-                "table without information, the regression's predictions are worse than a blind guess."
+                f"{counts}. These are too few positions for a reliable regression, so the regression overfits. If "
+                "the table contains no information, this regression predicts worse than a blind guess."
             )
         return ""
 
@@ -221,8 +221,8 @@ class PositionTables(Result):
                 ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
                 [*shares, *TABLE_6],
                 "Variance explained by the k largest principal components of the table, without prefix tokens. The "
-                "rows that begin with MJP's paper are copied from its Table 6 (models with 14 × 14 positions and 384 "
-                "channels).",
+                'rows that begin with "MJP\'s paper" are copied from Table 6 of that paper (models with 14 × 14 '
+                "positions and 384 channels).",
             ),
             Table(
                 READ,
@@ -409,8 +409,8 @@ def _check_rows(name: str, table: PositionTable) -> None:
         raise SitusError(f"{name}: its {table.kind} contains NaN or infinite numbers")
     if not table.rows.any():
         raise SitusError(
-            f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (an export sets it to zero if "
-            "the model was trained without positions)"
+            f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (`situs export` writes zeros "
+            "here if the model was trained without positions)"
         )
     if not (table.rows - table.rows[0]).any():
         raise SitusError(f"{name}: its {table.kind} has the same vector for all positions, so no position can be read")

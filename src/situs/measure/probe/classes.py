@@ -303,8 +303,8 @@ class PositionProbes(Probes[PositionProbe]):
         return [
             Figure("accuracy", "Share of the lost positions that a linear classifier predicts right.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
-            Figure("places", "The share of right predictions for each true position. Each cell is at its position in "
-                   "the input.",
+            Figure("places", "The share of right predictions for each true position. Each cell stands where its "
+                   "patch is in the input.",
                    "figures.value_grids", (*values, *labels[:2]),
                    {"limits": (0.0, max(highest, 1.0)), "digits": ".0f", "cell": (0.4, 0.3)}),
         ]  # fmt: skip

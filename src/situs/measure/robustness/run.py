@@ -141,8 +141,8 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
             f"{root / name}.npy: must contain uint8 images of the shape [5 n, H, W, C] (n images at each of 5 "
-            f"severities), but contains {images.dtype} numbers of the shape {list(images.shape)}. {_LABELS} must "
-            f"contain one label per image; its shape is {list(labels.shape)}",
+            f"severities), and {_LABELS} must contain 5 n labels. But the images are {images.dtype} numbers of the "
+            f"shape {list(images.shape)}, and the labels have the shape {list(labels.shape)}",
             field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)
@@ -198,7 +198,9 @@ def evaluate_robustness(
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")
     if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:
-        raise SitusError("nothing to measure: name corruptions, ImageNet-A or ImageNet-O", field="corruptions")
+        raise SitusError(
+            "nothing to measure: choose at least one of corruptions, ImageNet-A and ImageNet-O", field="corruptions"
+        )
     model = model.holding_out(images.pop("held_out", None))
     run = _Run(model, names or model.classes, images, precision, seed)
     natural = None if sets.imagenet_a is None else run.natural(sets.imagenet_a)

@@ -384,7 +384,9 @@ class RunFolder:
         """Cuts metrics.jsonl to its length at the checkpoint: the run will write the rest again."""
         size = 0 if checkpoint is None else checkpoint.state["metrics"]["bytes"]
         if self.metrics.exists() and not self.metrics.is_file():
-            raise SitusError(f"{self.metrics}: is not a file; move it away", field="resume")
+            raise SitusError(
+                f"{self.metrics}: must be a file, but is a folder or something else; move it away", field="resume"
+            )
         data = self.metrics.read_bytes() if self.metrics.exists() else b""
         valid = data[: data[:size].rfind(b"\n") + 1]
         if len(valid) < size:
