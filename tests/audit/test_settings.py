@@ -239,7 +239,7 @@ def test_what_does_not_apply_is_a_reason() -> None:
         settings=("a",),
     )
     assert "fixed or frozen" in str(found.pairs[0].why("refused"))
-    assert "no model of this audit was trained with MJP" in verdict(found)
+    assert "no audited model was trained with MJP" in verdict(found)
     assert "not attacked here" in make_page(found).render()
     json.dumps(found.numbers(), allow_nan=False)
 
@@ -251,7 +251,7 @@ def test_mistakes_are_refused() -> None:
             compare_settings({"plain": Contestant(model())}, TEST, [], **fields)
         assert caught.value.field == field
     odd = MJP(model(), replace(MJPConfig(), shuffle="spp", unknown=False, dal="none"))
-    with pytest.raises(SitusError, match="must shuffle patches on the grid"):
+    with pytest.raises(SitusError, match="must shuffle the patches of the grid"):
         compare_settings({"odd": Contestant(odd)}, TEST, [])
 
 

@@ -210,7 +210,7 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(
-                f"{name}: must shuffle patches on the grid {grid}, so that the audit can shuffle the original images "
+                f"{name}: must shuffle the patches of the grid {grid}, because the audit shuffles the original images "
                 "in the same way",
                 field="method.shuffle",
             )
@@ -248,8 +248,8 @@ def verdict(comparison: Comparison) -> str:
         rows = [best_row(comparison, model, setting, True) for setting in "cb"]
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
     return " ".join(lines) or (
-        "There is no verdict on MJP (masked jigsaw puzzles). Either no model of this audit was trained with MJP, or "
-        "for such a model there is no result of an attack that takes MJP into account."
+        "There is no verdict on MJP (masked jigsaw puzzles). Either no audited model was trained with MJP, or a "
+        "model trained with MJP has no result of an attack that takes MJP into account."
     )
 
 

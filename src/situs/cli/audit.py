@@ -298,7 +298,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
-    """Attacks, comma-separated. A curve shows the strongest attack at each strength."""
+    """Attacks, comma-separated. A curve shows the best attack at each strength of the defence."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Further defences of fixed strength, comma-separated. Each combination with a defence in --over gets a curve.

@@ -65,7 +65,7 @@ class Adapted(nn.Module):
         super().__init__()
         if backbone.out_dim != backbone.dim:
             raise SitusError(
-                f"{backbone.name}: its first and last block differ in width; the attacker `labels` needs equal widths"
+                f"{backbone.name}: its first and last block differ in width; the attack `labels` needs equal widths"
             )
         self.backbone = backbone
         weight = next(backbone.model.parameters())

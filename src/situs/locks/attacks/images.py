@@ -245,7 +245,10 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     moments = _moments(backbone, state, groups, inputs)
     whole, place = moments.covariances()
     if not bool(whole.any()):
-        raise SitusError(f"{backbone.name}: its embedding is the same for all samples, so the samples reveal nothing")
+        raise SitusError(
+            f"{backbone.name}: its embedding has the same output for all samples, so the samples reveal nothing about "
+            "the key"
+        )
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}
