@@ -101,7 +101,7 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "The true key was not given, so this audit does not judge these attackers: public-base." in printed
+    assert "The true key was not given, so this audit does not judge the results of: public-base." in printed
     assert "No strength can be given, " in printed
     assert "256" not in printed.replace(
         "vit_tiny_patch16_224", ""
@@ -181,7 +181,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
-    said = "inconclusive (not a pass). The true key was not given, so this audit does not judge these attackers: "
+    said = "inconclusive (not a pass). The true key was not given, so this audit does not judge the results of: "
     assert said + "no-base, images." in capsys.readouterr().out
 
 

@@ -128,7 +128,7 @@ def test_words_that_are_read_over_the_noise(monkeypatch: pytest.MonkeyPatch, und
     ]  # of the first three that were attacked
     assert (page.tone, page.mark) == ("bad", "Not private")
     assert page.lead.startswith(
-        'In the setting "depth 0", a server that follows the protocol recovers 1 of 1 text word for word, and '
+        'In the setting "depth 0", an honest server recovers 1 of 1 text word for word, and '
         "100.0 % of the words of all texts."
     )
     make_page(prompts(*NOISY[:2], *NOISY[3:]))

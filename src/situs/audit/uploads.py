@@ -43,7 +43,7 @@ class UploadAudit(Audit):
         "A recovered picture is certified if the attacker can prove, without the original, that the picture is "
         "right. For this proof, the attack's equations must hold up to rounding and the stated noise, and must have "
         "only one solution, which must cover almost every pixel. The certified PSNR is the PSNR that this proof "
-        "guarantees. The proof assumes that nobody altered the upload. Without the originals, no upload can pass a "
+        "guarantees. The proof assumes that nobody altered the upload. Without reference images, no upload can pass a "
         "gate: a picture that is not certified may still be right, and another attack may recover more."
     )
 

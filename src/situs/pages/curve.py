@@ -10,11 +10,10 @@ from situs.report.html import Page, Section
 
 READ = (
     "Each row shows a defence at one strength, and the attack that recovered most there. All attacks know the defence "
-    "and its strength. The last column says why this attack recovered no more, or why no attack applies. An attack "
-    "that "
-    "failed, was stopped or does not apply does not prove privacy. Exact means a PSNR above 54.15 dB (a mean error "
-    "of less than half of one grey level of 255), with every "
-    "patch at its position."
+    "and its strength. If the reason is known, the last column says why this attack recovered no more, or why no "
+    "attack was run. An attack that failed, was stopped, was not run or does not apply does not prove privacy. Exact "
+    "means a PSNR above 54.15 dB (a mean error of less than half of one grey level of 255), with every patch at its "
+    "position."
 )
 
 

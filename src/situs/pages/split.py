@@ -168,7 +168,7 @@ def texts_page(audit: text.PromptAudit) -> Page:
     if best is not None:
         texts = f"{best.whole} of {counted(best.count, 'texts')} word for word"
         words = f"{percent(best.shares['tokens'])} of the words of all texts"
-        first = f'In the setting "{best.defence}", a server that follows the protocol recovers {texts}, and {words}.'
+        first = f'In the setting "{best.defence}", an honest server recovers {texts}, and {words}.'
     page.lead = f"{first}\n\n{audit.verdict}"
     names = {row.defence: row.defence + ", stopped" * (row.status == "stopped") for row in attacked}
     for row in attacked[:3]:

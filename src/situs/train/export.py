@@ -196,7 +196,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
 
 _GIVE = "To fine-tune with positions, first replace the zero entries with new position embeddings."
 _GIVE_WORDS = (
-    "To fine-tune with positions, start from the run instead of this export: in the run, these entries are not zero."
+    "To fine-tune with positions, start from the run instead of this export: in the run, these entries were not set "
+    "to zero."
 )
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 

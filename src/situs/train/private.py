@@ -327,7 +327,8 @@ class PrivateStepper(Stepper):
         for part in parts:
             if part.draws:
                 raise SitusError(
-                    "dp: methods that draw random numbers in a step (such as masks) are not supported",
+                    "dp: methods that draw something in each step, such as masks or orders of the patches, are not "
+                    "supported",
                     field="dp",
                 )
             for at in range(0, len(part.batch.ids), self.at_once):

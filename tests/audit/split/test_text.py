@@ -66,7 +66,7 @@ def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
 def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
     page = make_page(audit).render()
     assert make_page(audit).lead.startswith(
-        'In the setting "depth 0", a server that follows the protocol recovers 2 of 2 texts word for word, and '
+        'In the setting "depth 0", an honest server recovers 2 of 2 texts word for word, and '
         "100.0 % of the words of all texts."
     )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page

@@ -358,7 +358,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 
 OPEN, BOUND = "These attackers open the lock", "A better attack may exist, so the strength may be lower"
-UNJUDGED = "The true key was not given, so this audit does not judge these attackers: x"
+UNJUDGED = "The true key was not given, so this audit does not judge the results of: x"
 NO_PASS = "No strength can be given, so the audit is inconclusive (not a pass)."
 
 

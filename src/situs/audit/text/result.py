@@ -200,7 +200,7 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 def verdict(audit: TextAudit) -> str:
     """What came back under each defence, and what that does not prove, for a reader who is no expert."""
-    unread = "This attack did not recover the remaining words of the texts, but another attack may recover them."
+    unread = "This attack did not recover the remaining words of the sentences, but another attack may recover them."
     return verdict_of(audit, partial(_recovered, audit), unread)
 
 

@@ -229,7 +229,7 @@ def find_lock(stage: Stage) -> Finding:
             f"{best.right} of {best.size}",
             "channels of the key found",
             f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner "
-            "also withholds the embedding, an attack with only the locked model and unlabelled images cannot start.",
+            "also withholds the embedding, the attack `images` cannot start. Other attacks still can.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )

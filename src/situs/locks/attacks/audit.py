@@ -351,7 +351,7 @@ class LockAudit(Result):
                 _MEANS[strength == 0],
             ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-            sentences.append(f"The true key was not given, so this audit does not judge these attackers: {unjudged}.")
+            sentences.append(f"The true key was not given, so this audit does not judge the results of: {unjudged}.")
         doubtful = [result for result in results if result.doubt]
         sentences += [
             f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."

@@ -136,8 +136,8 @@ only some of the folds, it is compared with other recipes only on the images of 
 in order, the simplest recipe first. A later recipe replaces the recipe chosen so far only if its balanced accuracy is
 higher by more than one standard error (±) of the difference. A smaller difference may be chance. kNN is shown for
 comparison and never chosen, because a head cannot represent kNN. The recipes `head`, `LoRA` and `all layers` use the
-number of updates that gave the best result on the folds. The chosen recipe was then fitted to the images of all folds.
-The test split was not used for these decisions.
+number of updates that gave the best result on the folds. The chosen recipe was then fitted to all labelled images of
+the split. The test split was not used for these decisions.
 """
 
 

@@ -594,7 +594,7 @@ def _law_table(audit: PositionAudit) -> Table:
         caption = (
             "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. A "
             f"server that has {audit.probed.fitted} samples of its own, and the weights of the client's embedding, can "
-            "fit a linear classifier of positions. This classifier predicts the exact position of "
+            "fit a linear reader of positions. This reader predicts the exact position of "
             f"{percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)
