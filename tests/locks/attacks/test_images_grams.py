@@ -97,7 +97,7 @@ def test_no_samples_and_an_embedding_that_is_not_there_are_one_sentence(model_fo
         for name, parameter in backbone.model.named_parameters():
             if name.startswith(("patch_embed", "pos_embed", "cls_token")):
                 parameter.zero_()
-    with pytest.raises(SitusError, match="is the same for all samples"):
+    with pytest.raises(SitusError, match="has the same output for all samples"):
         clear_side(backbone, groups, [torch.randn(2, 3, 16, 16)])
 
 
