@@ -14,8 +14,10 @@ from torch import nn
 from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
 from situs.audit.client import rounded, victim_gradients
 from situs.audit.defences import Defence, NoDefence, Step, Together
+from situs.audit.defences.base import threat_facts
 from situs.backbones import create_backbone
 from situs.errors import SitusError
+from situs.findings import ACTIVE, HONEST
 from situs.methods import create_method
 
 
@@ -424,3 +426,11 @@ def test_two_defences_that_set_the_same_thing_are_refused(text: str) -> None:
         create_defence(text)
     assert caught.value.field == "defences"
     create_defence("noise=1e-3+noise=1e-4+withhold=0+no-pe-gradient+dropout")
+
+
+def test_only_a_server_that_chooses_the_weights_is_called_malicious() -> None:
+    honest, active = threat_facts(HONEST), threat_facts(ACTIVE)
+    assert honest.keys() == active.keys()
+    assert "malicious server" in active["who"] and "chooses the weights" in active["does"]
+    assert "malicious" not in honest["who"] and "chooses" not in honest["does"]
+    assert {name for name in honest if honest[name] != active[name]} == {"model", "who", "does"}

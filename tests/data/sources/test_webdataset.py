@@ -94,6 +94,15 @@ def test_numbers_with_gaps_are_said(tmp_path):
     assert len(source.classes) == 3 and source.notes[0].endswith("3 classes, 0 to 2; 1 of them has no sample (1)")
 
 
+@pytest.mark.parametrize("number", [b"0", b"3"])
+def test_an_image_without_a_class_among_others_is_named(tmp_path, number):
+    write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": number, "b.png": png(1)}))
+    with pytest.raises(SitusError, match=r"x\.tar: b\.png has no class \(\.cls file\), but other images have one"):
+        open_source(tmp_path)
+    write(tmp_path / "x.tar", packed({"a.png": png(0), "b.png": png(1)}))
+    assert open_source(tmp_path, labels=False).classes is None
+
+
 def test_members_that_are_no_images_are_counted(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.json": b"{}", "b.seg.png": png(0), "b.cls": b"0"}))
     source = open_source(tmp_path, labels=False)

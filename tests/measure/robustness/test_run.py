@@ -17,6 +17,7 @@ from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset
+from situs.errors import SitusError
 from situs.measure.corruptions import corrupt
 from situs.measure.robustness import run as robustness
 from situs.measure.robustness.run import (
@@ -168,3 +169,11 @@ def test_the_response_curve_is_read_at_every_per_cent(count: int, monkeypatch: p
         assert share == pytest.approx(sum(bool(right[at]) for at in first) / len(first))
     assert len(found.curve) == 100 and run.skipped == ["one is broken"]
     assert (found.count, found.classes, found.accuracy) == (count, 2, pytest.approx(float(right.double().mean())))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_without_an_image_is_refused(count: int) -> None:
+    model = Model("m", small_vit(8, num_classes=4), input=DataConfig(img_size=8, workers=0), classes=CLASSES)
+    with pytest.raises(SitusError, match=rf"^count={count}: must be >= 1") as caught:
+        evaluate_robustness(model, "nowhere", corruptions=["fog"], count=count)
+    assert caught.value.field == "count"
