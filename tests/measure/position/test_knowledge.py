@@ -111,7 +111,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     assert all(f"{condition}: error" in text for condition in ("own", "removed", "shuffled"))
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
-    assert "This classifier predicts the exact position of" in text
+    assert "This reader predicts the exact position of" in text
     assert "situs audit gradients" in text  # a learned table has a gradient
 
 
