@@ -101,22 +101,16 @@ def test_the_noise_is_as_strong_as_in_generation(files: dict[str, Path], monkeyp
 def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
     permute: tuple[str, ...], files: dict[str, Path]
 ) -> None:
-    audit = audit_prompts(
-        files["bert"],
-        files["texts"],
-        depth=(0, 1),
-        defences=("none", "noise=0.05"),
-        permute=permute,
-        count=2,
-        public=20,
-    )
+    count = 1 + len(permute)  # two short texts are too few for the order of columns, and three under noise
+    options: dict[str, Any] = {"depth": (0, 1), "defences": ("none", "noise=0.05"), "public": 20}
+    audit = audit_prompts(files["bert"], files["texts"], permute=permute, count=count, **options)
     by_name = {finding.defence: finding for finding in audit.findings}
     hidden = " + ".join(permute)
     names = ["depth 0", f"depth 0, {hidden}", "depth 0, noise=0.05", "depth 1"]
-    if permute == ("rows",):  # two short texts are too few for the order of columns under noise
+    if permute == ("rows",):
         names.append(f"depth 0, noise=0.05 + {hidden}")
     for name in names:
-        assert by_name[name].whole == 2 and all(one.holds for one in by_name[name].certificates), name
+        assert by_name[name].whole == count and all(one.holds for one in by_name[name].certificates), name
     refused = by_name[f"depth 1, {hidden}"]
     assert refused.status == "refused" and "may still be readable" in refused.reasons[0]
     ruling = replace(audit, limit=Limit("tokens", 0.5)).ruling
