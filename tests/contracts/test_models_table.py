@@ -175,7 +175,7 @@ VERBS = (
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
-UNPLAIN = "only plain ViTs of timm run"
+UNPLAIN = "only plain ViTs of timm can be converted"
 NO_HEAD = "(no run, so it has no|not a run, and only a run has (its|a)) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
