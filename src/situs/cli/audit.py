@@ -179,7 +179,7 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient and, if the run
-    used DP-SGD, its DP-SGD. With --fail-above, "auto" stands only for the DP-SGD of the run or, without DP-SGD, for
+    used DP-SGD, its DP-SGD; with --fail-above, only for this DP-SGD or, without DP-SGD, "none"; with --upload, for
     "none". A run trained with MJP shuffles patches even with "none"."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
