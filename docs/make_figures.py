@@ -26,7 +26,7 @@ STRICT = ("README.md", "docs/results.md", "docs/gradients_for_managers.md", "doc
 
 
 class Figure(NamedTuple):
-    """number: what a study holds, for a marker that asks for other digits. short: too short a text to look for."""
+    """number: what a study holds, for a marker that asks for other digits. short: too common a text to look for."""
 
     value: str
     unit: str
@@ -62,19 +62,19 @@ def _run(entry: dict[str, Any]) -> Run:
     figures: dict[str, Figure] = {}
     for each in entry["figures"]:
         unit, shows, digits = each.get("unit", ""), each["shows"], each.get("digits", 1)
-        if "seeds" in each:
-            number, spread = mean(each["seeds"]), stdev(each["seeds"])
-            figures[f"{each['name']}-spread"] = Figure(f"{number:.2f} ± {f'{spread:.2f}'.lstrip('0')}", unit, shows)
-        elif "row" in each:
-            number = _ours(study, each["row"], each["column"], each.get("table"))
-        else:
-            number = None
+        source = each.get("seeds")
+        if "row" in each:
+            source = _ours(study, each["row"], each["column"], each.get("table"))
+        number = mean(source) if isinstance(source, list) else source
+        if isinstance(source, list):
+            spread = f"{stdev(source):.2f}".lstrip("0")
+            figures[f"{each['name']}-spread"] = Figure(f"{number:.2f} ± {spread}", unit, shows)
         value = each["value"] if number is None else f"{number:.{digits}f}"
         figures[each["name"]] = Figure(value, unit, shows, number, each.get("short", False))
     return Run(*(entry[key] for key in ("title", "page", "command", "machine", "day")), figures)
 
 
-def _ours(study: dict[str, Any], row: str, column: str | int, number: int | None) -> float:
+def _ours(study: dict[str, Any], row: str, column: str | int, number: int | None) -> float | list[float]:
     """The figure in this row and column (by name, or counted from 1) of a table; number None: of the one with both."""
     hits = [
         each["ours"][index]
@@ -86,7 +86,7 @@ def _ours(study: dict[str, Any], row: str, column: str | int, number: int | None
     ]
     if len(hits) != 1:
         raise SystemExit(f"figures.toml: {len(hits)} cells of {study['title']!r} are called {row!r}, {column!r}")
-    return float(hits[0])
+    return hits[0]
 
 
 def by_name(runs: list[Run]) -> dict[str, Figure]:
@@ -159,7 +159,7 @@ def missing(runs: list[Run]) -> Iterator[tuple[str, str]]:
     for run in runs:
         marked = {match[0] for match in MARKED.findall((DOCS / run.page.partition("#")[0]).read_text(encoding="utf-8"))}
         for name in run.figures:
-            if name not in marked and f"{name}-spread" not in marked:
+            if not marked & {name.removesuffix("-spread"), f"{name.removesuffix('-spread')}-spread"}:
                 yield name, run.page
 
 

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
+from statistics import mean, stdev
 from types import ModuleType
 
 import pytest
@@ -131,3 +133,15 @@ def test_the_tables_of_few_labels_are_the_means_of_its_draws() -> None:
             assert all(same(figure, draws[*key, start][way]) for figure, way in pair), (key, start)
     within = sum(choice["within"] for choice in choices)
     assert f"In {within} of {len(choices)} draws the chosen recipe is within" in page
+
+
+def test_the_table_of_mjp_is_the_mean_of_its_seeds() -> None:
+    """Its hand-typed cells too: mean ± standard deviation of the study's numbers."""
+    study = tomllib.loads((DOCS.parent / "src/situs/studies/papers/cifar100-mjp.toml").read_text(encoding="utf-8"))
+    page = re.sub(r"<!--.*?-->|\*\*", "", (DOCS / "results" / "mjp.md").read_text(encoding="utf-8"))
+    rows = {row["name"][0]: row["ours"] for row in study["tables"][0]["rows"]}
+    for letter, ours in rows.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {letter}: ") and "±" in line]
+        shown = re.findall(r"([\d.]+) ± ([\d.]+)", line)
+        expected = [ours[index] for index in (0, 1, 2, 4, 5)]  # without the Diff.Norm that is not squared
+        assert [(f"{mean(seeds):.2f}", f"{stdev(seeds):.2f}".lstrip("0")) for seeds in expected] == shown, letter

@@ -234,7 +234,7 @@ def test_what_a_figure_draws_and_its_table_holds(paper: bool) -> None:
     rows = [["l", "1", "3.0", "2.5 ± 0.7", "-0.5"], ["l", "2", "–", "4.0", "–"], ["l", "4", "5.0", "–", "–"]]
     assert [list(row) for row in table.rows] == (rows if paper else [[*row[:2], row[3]] for row in rows])
     assert list(table.header) == ["line", "epochs", *(["loss: paper", "ours", "difference"] if paper else ["loss"])]
-    assert [*found.ours()] == ['l: ours = [2.5, 4.0, ""]']
+    assert [*found.ours()] == ['l: ours = [[2.0, 3.0], 4.0, ""]']
     assert [where for where, _ in found.cells()] == [f"l at epochs {x}" for x in (1, 2, 4)] + ["m at epochs 7"]
     two = replace(found, study=replace(found.study, curves=found.study.curves * 2), lines=found.lines * 2)
     assert [figure.name for figure in two.figures()] == ["curves", "curves1"]
@@ -251,3 +251,13 @@ def test_a_cell_that_lacks_a_number_lacks_its_difference_and_says_why() -> None:
         "values": {"1": 2.0, "2": 4.0}, "reading": 0.5,
     }  # fmt: skip
     assert Cell("a", 5.0, {0: 4.0, 1: 6.5}, 0, why="one failed").texts() == ("5", "5 ± 1.8; one failed", "+0")
+
+
+def test_earlier_numbers_by_seed_are_shown_as_their_mean_and_deviation_and_printed_in_the_same_form() -> None:
+    shown = read_study("cifar100-mjp")
+    assert shown.study.tables[0].rows[0].ours[0] == (73.81, 73.81, 74.31)
+    cell = shown.rows[0][0][0]
+    assert cell.values == {0: 73.81, 1: 73.81, 2: 74.31} and cell.texts()[1] == "74.0 ± 0.3"
+    assert any(line.startswith("A: ViT-S: ours = [[73.8, 73.8, 74.3], [89.8, ") for line in shown.ours())
+    single = read_study("cifar100").rows[0][0][0]
+    assert list(single.values) == [0] and single.deviation is None

@@ -104,6 +104,7 @@ def renewed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Value = float | str
+Ours = float | str | tuple[float, ...]
 """A number of a table; text where the paper has text (OOM), "" where it has nothing."""
 
 
@@ -207,8 +208,8 @@ class Row(Checked):
     digits: Natural | None = None
     times: Positive | None = None
     reading: NotNegative | None = None
-    ours: tuple[Value, ...] = ()
-    """Our earlier numbers, or "" if there are none. `[measured]` gives their date and machine."""
+    ours: tuple[Ours, ...] = ()
+    """Our earlier numbers: a number, a list with one number per seed, or "". `[measured]` gives date and machine."""
 
 
 def _check_apart(kind: str, entries: Sequence[Any]) -> None:
@@ -260,7 +261,7 @@ class Line(Checked):
     over: str = ""
     """Without `at`: path of the list of x values in the job's output. It is as long as the list at `figure`."""
 
-    ours: tuple[Value, ...] = ()
+    ours: tuple[Ours, ...] = ()
 
     def check(self) -> None:
         for name in ("paper", "ours", "job", "figure"):

@@ -13,7 +13,7 @@ from situs.results import Provenance
 from situs.results import Table as Printed
 from situs.studies.find import find, numbers_of
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
-from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table, Value
+from situs.studies.form import PAPER, PAPERS, Curves, Line, Ours, Study, Table, Value
 from situs.studies.plan import cell_of, load_study, point_of, study_file, study_names, times_of
 from situs.studies.result import Cell, Drawn, Ended, StudyResult
 from situs.studies.words import nameless
@@ -75,12 +75,12 @@ def _known(table: Table, r: int, c: int, lookup: Lookup | None) -> Cell:
 
 
 def _cell(
-    lookup: Lookup | None, job: str, figure: str, times: float, paper: Value, ours: Value, digits: int, reading: float
+    lookup: Lookup | None, job: str, figure: str, times: float, paper: Value, ours: Ours, digits: int, reading: float
 ) -> Cell:
     """A cell with the numbers of its job, or with those measured earlier."""
     if lookup is None:
-        values = {} if isinstance(ours, str) else {0: float(ours)}
-        return Cell(job, paper, values, digits, reading)
+        numbers = () if isinstance(ours, str) else ours if isinstance(ours, tuple) else (ours,)
+        return Cell(job, paper, dict(enumerate(map(float, numbers))), digits, reading)
     by_seed, why = lookup(job, figure, False) if job else ({}, "")
     return Cell(job, paper, {seed: times * value for seed, value in by_seed.items()}, digits, reading, why)
 

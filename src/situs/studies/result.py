@@ -237,12 +237,15 @@ class StudyResult(Result):
             yield f"Missing: {names} needs {entry.package}: {entry.why}."
 
     def ours(self) -> Iterator[str]:
-        """The rows and lines with our numbers, in the form of the study's file: `ours = [81.2, ""]`."""
+        """The rows and lines with our numbers, in the form of the study's file: `ours = [81.2, [7.1, 7.3], ""]`."""
+
+        def text_of(cell: Cell) -> str:
+            numbers = [f"{value:.{max(cell.digits, 1)}f}" for _, value in sorted(cell.values.items())]
+            return f"[{', '.join(numbers)}]" if len(numbers) > 1 else "".join(numbers) or '""'
 
         def lines_of(name: str, cells: Sequence[Cell]) -> Iterator[str]:
             if any(cell.mean is not None for cell in cells):
-                values = ", ".join('""' if c.mean is None else f"{c.mean:.{max(c.digits, 1)}f}" for c in cells)
-                yield f"{name}: ours = [{values}]"
+                yield f"{name}: ours = [{', '.join(map(text_of, cells))}]"
 
         for table, rows in zip(self.study.tables, self.rows, strict=True):
             for row, cells in zip(table.rows, rows, strict=True):

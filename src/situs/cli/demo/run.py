@@ -124,6 +124,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     """Completes the page: its lead, what to try next, and how it was made."""
     from importlib.metadata import version
 
+    from situs import __version__
     from situs.pages.glossary import add_words
     from situs.report.html import Section
 
@@ -143,7 +144,8 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     page.sections.insert(0, Section("Next, with your own data and model").text(NEEDS).code("\n".join(NEXT)))
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     origin = page.fold("How each number was made")
-    origin.facts({"command": f"`{command}`", **{name: version(name) for name in ("situs", "torch", "timm")}})
+    versions = {"situs": __version__, **{name: version(name) for name in ("torch", "timm")}}
+    origin.facts({"command": f"`{command}`", **versions})
     origin.facts({"labels": stage.length.labelled, "images without labels": stage.length.images})
     origin.text(
         "The folder of this page also contains the models, in `runs`. You can try these commands in this folder:"

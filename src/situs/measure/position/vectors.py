@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from situs import __version__
 from situs.backbones.base import Backbone
 from situs.core.position import Positions, coordinates, sincos
 from situs.errors import SitusError, counted, missing_extra
@@ -256,7 +257,7 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
         looks += [look_at(name, table, folds=folds, seed=seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=folds, seed=seed)
     facts = {"folds": looks[0].decoded.folds, "seed": seed}
-    facts |= {name: version(name) for name in ("situs", "torch", "timm", "scikit-learn")}
+    facts |= {"situs": __version__} | {name: version(name) for name in ("torch", "timm", "scikit-learn")}
     provenance = Provenance(facts, tuple(model.origin for model in opened.values()))
     return PositionTables(looks, references, seed, provenance=provenance)
 
