@@ -70,7 +70,7 @@ def _known(table: Table, r: int, c: int, lookup: Lookup | None) -> Cell:
     unit, times, digits, reading = (
         getattr(column if getattr(row, name) is None else row, name) for name in ("unit", "times", "digits", "reading")
     )
-    paper, ours = (values[c] if values else "" for values in (row.paper, row.ours))
+    paper, ours = row.paper[c] if row.paper else "", row.ours[c] if row.ours else ""
     return _cell(lookup, *cell_of(table, row, c), times_of(unit, times), paper, ours, digits, reading)
 
 
@@ -96,7 +96,7 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup | None) -> Drawn:
             values = {seed: times * line_of[x] for seed, line_of in of.items() if x in line_of}
             points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
     for index, x in enumerate(line.at):
-        paper, ours = (values[index] if values else "" for values in (line.paper, line.ours))
+        paper, ours = line.paper[index] if line.paper else "", line.ours[index] if line.ours else ""
         points.append((x, _cell(lookup, *point_of(line, index), times, paper, ours, *how)))
     return Drawn(line.name, tuple(points))
 
