@@ -181,6 +181,27 @@ def test_what_changes_of_a_job_is_told_with_what_depends_on_it(tmp_path: Path) -
         folder(tmp_path, jobs=jobs).check_recipes()
 
 
+def test_a_recipe_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
+    found = folder(tmp_path)
+    task = found.tasks["pre-0"]
+    task.folder.mkdir(parents=True)
+    for recipe in ({"verb": "dance"}, {"verb": "pretrain", "options": ["x"]}):
+        task.file("json").write_text(json.dumps({"state": "done", "recipe": recipe}))
+        with pytest.raises(SitusError, match=r"pre-0\.json: does not describe a job \(") as error:
+            folder(tmp_path).check_recipes()
+        assert error.value.field == "out"
+    task.file("json").write_text(json.dumps({"state": "done", "recipe": {}}))  # of a version that wrote none
+    folder(tmp_path).check_recipes()
+
+
+def test_a_study_that_cannot_be_run_yet_says_why(tmp_path: Path) -> None:
+    missing = [{"package": "dense", "why": "no detector yet"}, {"package": "text", "why": "no", "rows": ["r"]}]
+    study = from_dict(Study, {**FILE, "missing": missing})
+    with pytest.raises(SitusError, match="^mine: cannot be run yet; it needs dense: no detector yet$") as error:
+        StudyFolder.begun(tmp_path / "out", study, tmp_path / "mine.toml", "paper", None)
+    assert error.value.field == "study" and not (tmp_path / "out").exists()
+
+
 def test_tables_are_written_a_line_a_value() -> None:
     assert toml_of({"a": {"b": 1, "c": "ä"}, "d": [1, 2]}) == 'a.b = 1\na.c = "ä"\nd = [1, 2]\n'
     with pytest.raises(SitusError, match=r"change\.a\.b: must not be a list of TOML tables"):

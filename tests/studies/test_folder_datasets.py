@@ -41,6 +41,25 @@ def test_another_name_another_size_a_file_more_and_another_end_are_other_data(im
     assert len(seen) == 5
 
 
+@pytest.mark.parametrize(("files", "read"), [(2, (0, 1)), (READ, (0, 1, READ - 1)), (2 * READ, (0, 2, 2 * READ - 2))])
+def test_of_many_files_every_so_many_is_read(files: int, read: tuple[int, ...], tmp_path: Path) -> None:
+    for number in range(files):
+        (tmp_path / f"{number:03d}").write_bytes(b"0")
+    seen = {fingerprint(tmp_path)}
+    for number in read:
+        (tmp_path / f"{number:03d}").write_bytes(b"1")
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 1 + len(read)
+
+
+def test_of_a_large_file_its_beginning_and_its_end_are_read(tmp_path: Path) -> None:
+    size = 3 * PIECE
+    for at, noticed in ((0, True), (PIECE - 1, True), (PIECE, False), (size - PIECE, True), (size - 1, True)):
+        (tmp_path / "a").write_bytes(bytes(size))
+        (tmp_path / "b").write_bytes(bytes(at) + b"1" + bytes(size - at - 1))
+        assert (fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")) == noticed, at
+
+
 def test_a_file_is_data_too(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1234")
     (tmp_path / "b").write_bytes(b"1234")

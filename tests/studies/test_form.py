@@ -37,6 +37,18 @@ def test_a_whole_study_is_taken() -> None:
     assert study.scale_names() == ("paper",) and study.runs
 
 
+def test_only_what_is_missing_as_a_whole_keeps_a_study_from_running() -> None:
+    for part, runs in (({}, False), ({"columns": ["top-1"]}, True), ({"rows": ["r"]}, True)):
+        missing = [{"package": "dense", "why": "w", **part}]
+        study = from_dict(Study, changed("missing", missing))
+        assert (study.runs, study.missing[0].whole) == (runs, not runs)
+        if not runs:
+            assert not from_dict(Study, {**changed("missing", missing), "jobs": {}, "tables": WHOLE["tables"]}).runs
+        else:
+            with pytest.raises(SitusError, match="jobs: a study without jobs needs"):
+                from_dict(Study, {**changed("missing", missing), "jobs": {}})
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
@@ -47,14 +59,27 @@ def test_a_whole_study_is_taken() -> None:
         ("jobs.a.after", "b", "verb='pretrain': takes no model"),
         ("jobs.b.model", "vit=pretrained", "after and model: give only one of them"),
         ("jobs.b.options", {"out": "x"}, "options.out: is set by the study itself"),
+        ("jobs.a.options", {"seed": 1}, "options.seed: is set by the study itself"),
         ("jobs.b.data", "large", "unknown data set 'large'; choose one of: small"),
         ("tables.0.rows.0.paper", [1.0, 2.0], r"rows\[0\].paper: has 2 entries, but the number of columns is 1"),
         ("tables.0.rows.0.ours", [1.0], "measured: must give"),
         ("tables", [], "tables: a study needs a table"),
         ("jobs", {}, "jobs: a study without jobs needs"),
+        ("tables.0.rows.0.job", ["b", "b"], r"rows\[0\].job: has 2 entries, but the number of columns is 1"),
+        ("jobs", {}, r"needs an entry \[\[missing\]\] \(without rows and columns\)"),
+        ("scales", {"quick": [{"verb": "train"}]}, "unknown verb 'train'"),
         ("cost", {"minutes": {"quick": 3}}, "unknown scale 'quick'; choose one of: paper"),
+        ("cost", {"measured": ["quick"]}, "unknown scale 'quick'; choose one of: paper"),
+        ("measured", {"date": "d", "machine": "m", "scale": "quick"}, "unknown scale 'quick'; choose one of: paper"),
+        ("missing", [{"package": "dense", "why": "w", "rows": ["s"]}], "unknown name 's'; choose one of: r"),
         ("missing", [{"package": "dense", "why": "w", "columns": ["AP"]}], "unknown name 'AP'; choose one of: top-1"),
         ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l", "job": "b"}]}], "set either 'at' .* or 'over'"),
+        (
+            "curves",
+            [{"x": "x", "y": "y", "lines": [{"name": "l", "job": "b", "at": [1], "over": "x"}]}],
+            "set either 'at' .* or 'over'",
+        ),
+        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "ours": [1]}]}], "measured: must give"),
         (
             "curves",
             [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "paper": [1, 2]}]}],

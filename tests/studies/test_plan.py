@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -111,10 +112,29 @@ def test_names_that_do_not_fit_are_sentences(job: dict[str, Any], said: str) -> 
         planned(study(jobs={**FILE["jobs"], "x": job}))
 
 
+@pytest.mark.parametrize(
+    ("name", "job", "said"),
+    [
+        ("a b", {"verb": "pretrain"}, "jobs.a b: 'a b' must contain only letters, digits and . _ + = -"),
+        ("x-{n}", {"verb": "pretrain", "each": {"n": ["1/2"]}}, "jobs.x-{n}: 'x-1/2' must contain only letters"),
+        ("x-{n}", {"verb": "pretrain", "each": {"n": [1, 1.0]}}, "jobs.x-{n}: two jobs have the name 'x-1'"),
+        ("x-{n}", {"verb": "finetune", "after": "{n}", "each": {"n": [""]}}, "after: finetune needs a model"),
+    ],
+)
+def test_each_name_is_that_of_one_job(name: str, job: dict[str, Any], said: str) -> None:
+    with pytest.raises(SitusError, match=rf"^{re.escape(said)}") as error:
+        planned(study(jobs={**FILE["jobs"], name: job}))
+    assert str(error.value.field).startswith(f"jobs.{name}")
+
+
 def test_a_circle_is_shown() -> None:
     jobs = {"a": {"verb": "finetune", "after": "b"}, "b": {"verb": "finetune", "after": "c"}}
     with pytest.raises(SitusError, match="wait for each other: a -> b -> c -> a"):
         planned(study(jobs={**FILE["jobs"], **jobs, "c": {"verb": "finetune", "after": "a"}}))
+    with pytest.raises(
+        SitusError, match="jobs.a.after: these jobs wait for each other: b -> c -> b$"
+    ):  # without its way
+        planned(study(jobs={**FILE["jobs"], **jobs, "c": {"verb": "finetune", "after": "b"}}))
 
 
 def test_cells_and_points_need_a_job_and_a_figure() -> None:

@@ -51,6 +51,13 @@ def test_the_example_of_every_key_is_a_study() -> None:
     assert study.scale_names() == ("quick", "paper") and len(study.curves[0].lines) == 2
 
 
+def test_a_file_of_any_name_is_a_study(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes((Path(__file__).parents[2] / "examples" / "study_keys.toml").read_bytes())
+    assert load_study(tmp_path / "mine", configs=False) == load_study(
+        Path(__file__).parents[2] / "examples" / "study_keys.toml", configs=False
+    )
+
+
 def test_a_mistake_names_file_and_key(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('title = "t"\nshows = "s"\ntables = []\nfoo = 1\n')
@@ -84,6 +91,8 @@ def test_options_of_an_earlier_version_are_renamed() -> None:
         "options": {"defences": "noise", "settings": ["a"]},
     }
     assert renewed({"jobs": ["*"], "options": {"attacker": ["labels"]}})["options"] == {"attacks": ["labels"]}
+    for verb, name in (("evaluate accuracy", "show"), ("evaluate objects", "show"), ("evaluate knn", "pictures")):
+        assert renewed({"verb": verb, "options": {"pictures": 8}})["options"] == {name: 8}
 
 
 def test_the_package_has_the_functions_that_it_lists() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -193,6 +194,25 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     assert same(run(study, tmp_path / "out", say=said.append, keep=kept.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
     assert len(kept) == len(peace.tasks), "once for each job that has ended"
+    told = [line.split(": ")[1].rpartition(" after ")[0] for line in said if " after 0:0" in line]
+    assert sorted({*told}) == ["done", "saved, to be resumed,"] and told.count("done") == len(peace.tasks)
+
+
+def test_the_seconds_of_a_resumed_job_are_those_of_all_its_runs(study: Path, tmp_path: Path) -> None:
+    settings = (tmp_path / "out", load_study(study), study, "paper", 1)
+    folder = StudyFolder.create(*settings)
+    pre, tuned = folder.tasks["pre-0"], folder.tasks["tuned-0"]
+    (pre.folder / "checkpoints" / "step-00000000").mkdir(parents=True)
+    (pre.folder / "metrics.jsonl").touch()
+    (pre.folder / "config.json").write_text('{"seed": 0, "start": 0.0, "data": null, "train": {"max_steps": 6}}')
+    for task in (pre, tuned):
+        folder.write_state(task, "begun", seconds=1000.0, data={})
+    said: list[str] = []
+    run(study, tmp_path / "out", seeds=1, how=StudyOptions(only=("tuned",)), say=said.append)
+    seconds = [json.loads(task.file("json").read_text())["seconds"] for task in (pre, tuned)]
+    assert 1000 < seconds[0] < 1060
+    assert 0 < seconds[1] < 60, "a run that left nothing is begun anew"
+    assert [line.split(" after ")[0] for line in said if " after 0:" in line] == ["pre-0: done", "tuned-0: done"]
 
 
 @pytest.mark.slow
@@ -536,8 +556,12 @@ def test_a_job_that_was_killed_says_so_and_not_its_last_words(
     only = StudyOptions(only=("large",))
     assert run(study, tmp_path / "out", seeds=1, how=only).summary().notes[0].endswith("no memory for a batch of 13.")
     monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
-    (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
+    said: list[str] = []
+    (note,) = run(study, tmp_path / "out", seeds=1, how=only, say=said.append).summary().notes
     assert note == "large-0 failed: was ended by SIGKILL, perhaps out of memory."
+    assert [re.sub(r"\d:\d\d", "0:00", line) for line in said[1:]] == [
+        "large-0: failed after 0:00: was ended by SIGKILL, perhaps out of memory"
+    ]
     if sys.platform == "linux":  # one of real time, which has no name
         monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 40)"))
         (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import small_method, small_vit
 from toy import ToyLoader, ToyMethod, toy
 
 from situs.errors import SitusError
@@ -20,7 +21,7 @@ from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState, TrainResult
-from situs.train.loop import fit
+from situs.train.loop import fit, shorten_hints
 from situs.train.optim import OptimConfig, rate_at
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=3, save_every=4, keep=3)
@@ -293,6 +294,27 @@ def test_a_long_run_says_at_its_beginning_how_long_it_takes(
     assert len(told) == (said is not None)
     if said is not None:
         assert told[0].startswith(f"about {said} to go") and "fewer than 20 updates (train.epochs" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("supervised", (8, 8), "img_size=4: about a quarter of the time)"),
+        ("supervised", (8, 12), "img_size=4: about a quarter of the time)"),
+        ("supervised", (16, 8), "img_size=8,4: about a quarter of the time)"),
+        ("mp3", (24, 8), "img_size=12,4: about a quarter of the time)"),
+        ("mp3", (4, 16), "img_size)"),  # one patch high: it has no half
+    ],
+)
+def test_what_shortens_a_run_is_what_it_has(name: str, shape: tuple[int, int], said: str) -> None:
+    classes = {"num_classes": 3} if name == "supervised" else {}
+    method = small_method(name, small_vit(shape, **classes))
+    ways = f"fewer than 1 update (train.epochs, train.max_steps), smaller images (data.{said}"
+    adapt = "; or use situs adapt, which has a time limit"
+    all_of = f"{ways}, training only the classifier (tuning.parts=head){adapt}" if classes else ways
+    assert shorten_hints(method, 1) == all_of
+    method.requires_grad_(False)
+    assert shorten_hints(method, 1) == f"{ways}{adapt * bool(classes)}"  # little is trained already
 
 
 def test_a_damaged_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys, peace) -> None:

@@ -131,8 +131,8 @@ def _is(value: Any, text: str) -> bool:
         wanted = json.loads(text)
     except ValueError:
         return False
-    if isinstance(value, bool) or isinstance(wanted, bool) or not isinstance(value, (int, float)):
-        return value is wanted or value == wanted
+    if not isinstance(value, (int, float)):
+        return value == wanted
     return isinstance(wanted, (int, float)) and isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
 
 
