@@ -197,7 +197,7 @@ def test_a_recipe_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
 def test_a_study_that_cannot_be_run_yet_says_why(tmp_path: Path) -> None:
     missing = [{"package": "dense", "why": "no detector yet"}, {"package": "text", "why": "no", "rows": ["r"]}]
     study = from_dict(Study, {**FILE, "missing": missing})
-    with pytest.raises(SitusError, match="^mine: cannot be run yet; it needs dense: no detector yet$") as error:
+    with pytest.raises(SitusError, match=r"^mine: cannot be run yet; it needs dense: no detector yet$") as error:
         StudyFolder.begun(tmp_path / "out", study, tmp_path / "mine.toml", "paper", None)
     assert error.value.field == "study" and not (tmp_path / "out").exists()
 

@@ -131,9 +131,7 @@ def test_a_circle_is_shown() -> None:
     jobs = {"a": {"verb": "finetune", "after": "b"}, "b": {"verb": "finetune", "after": "c"}}
     with pytest.raises(SitusError, match="wait for each other: a -> b -> c -> a"):
         planned(study(jobs={**FILE["jobs"], **jobs, "c": {"verb": "finetune", "after": "a"}}))
-    with pytest.raises(
-        SitusError, match="jobs.a.after: these jobs wait for each other: b -> c -> b$"
-    ):  # without its way
+    with pytest.raises(SitusError, match=r"jobs\.a\.after: these .*: b -> c -> b$"):  # without the way there
         planned(study(jobs={**FILE["jobs"], **jobs, "c": {"verb": "finetune", "after": "b"}}))
 
 
