@@ -57,6 +57,14 @@ def test_certify_sees_an_axis_whose_weights_are_all_alike() -> None:
         certify(backbone, [replace(residual, members=kept)], random_keys([residual], random()))
 
 
+def test_a_key_that_moves_nothing_proves_nothing() -> None:
+    backbone = make("vit")
+    groups = residual_only(backbone.groups())
+    still = {group.name: torch.arange(group.size) for group in groups}
+    with pytest.raises(SitusError, match=r"a wrong key, .* also passes the test, so the test proves nothing"):
+        certify(backbone, groups, still)
+
+
 # --- the folder that is locked --------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.locks.folder import (
     INDEX,
     WHOLE,
+    all_specs,
+    header_of,
     names_in_file,
     new_folder,
     structure_of,
@@ -41,6 +44,17 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SitusError, match="index"):
         weight_files(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    one, two = {"a": torch.zeros(2), "b": torch.ones(3)}, {"c": torch.zeros(1), "a": torch.zeros(2)}
+    for name, state in (("1.safetensors", one), ("2.safetensors", two)):
+        save_file(state, tmp_path / name)
+    headers = {name: header_of(tmp_path, name) for name in ("1.safetensors", "2.safetensors")}
+    with pytest.raises(SitusError, match=f"{tmp_path}: a is in two of its weight files"):
+        all_specs(headers, tmp_path)
+    first = all_specs({"1.safetensors": headers["1.safetensors"]}, tmp_path)
+    assert first == {"a": Spec("a", "F32", (2,)), "b": Spec("b", "F32", (3,))}
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "llama", "hf_vit"])

@@ -35,6 +35,13 @@ class G:
 # --- the file -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [0, 16, 31, 33])
+def test_a_seed_of_another_length_is_no_key(size):
+    with pytest.raises(SitusError, match=f"the seed of a key has {size} bytes, but must have 32 bytes") as raised:
+        Key(bytes(size))
+    assert raised.value.field == "seed"
+
+
 def test_file_holds_the_seed_for_its_owner_alone(tmp_path):
     path = tmp_path / "owner.key"
     key = new_key(path)

@@ -4,8 +4,10 @@ import filecmp
 import hashlib
 import hmac
 import json
+import os
 import re
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
+from situs.locks import locking
+from situs.locks.certify import certify_folder
 from situs.locks.folder import INDEX, WHOLE
 from situs.locks.groups import permute_state
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
-from situs.locks.manifest import NAME, permutations_of
+from situs.locks.manifest import NAME, permutations_of, read_manifest, write_manifest
 from situs.models import open_model
 
 pytest.importorskip("cryptography")
@@ -354,6 +358,43 @@ def test_the_locked_file_is_one_that_safetensors_reads(locked_vit):
     with safe_open(locked_vit / WHOLE, "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert len(list(file.keys())) > 20
+
+
+def test_weights_that_change_meanwhile_are_not_locked(model_folder, tmp_path, monkeypatch):
+    source = copy_of(model_folder("vit"), tmp_path / "source")
+
+    def written_to(*args):
+        os.utime(source / WHOLE, (1, 1))
+        return certify_folder(*args)
+
+    monkeypatch.setattr(locking, "certify_folder", written_to)
+    with pytest.raises(SitusError, match=f"{source}: its weights changed during locking"):
+        lock(source, KEY, tmp_path / "locked")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_opens_is_the_model_that_the_manifest_fingerprints(locked_vit, tmp_path):
+    """The owner's own signature under another fingerprint: every file is as it was, and opens to other weights."""
+    other = copy_of(locked_vit, tmp_path / "other")
+    manifest = read_manifest(other, KEY)
+    (other / NAME).unlink()
+    write_manifest(other, replace(manifest, fingerprint="0" * 64), KEY)
+    for call in (lambda: unlock(other, KEY, tmp_path / "open"), lambda: check(other, KEY)):
+        with pytest.raises(SitusError, match="the opened model is not the model that was locked"):
+            call()
+    assert not (tmp_path / "open").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_a_locked_folder_is_for_everybody_and_an_opened_one_for_its_owner(locked_vit, tmp_path):
+    opened = unlock(locked_vit, KEY, tmp_path / "open").path
+    retrained = unlock(locked_vit, KEY, tmp_path / "again", retrained=True).path
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {stat.S_IMODE((locked_vit / name).stat().st_mode) for name in listing(locked_vit)}
+    assert modes == {stat.S_IMODE(plain.stat().st_mode)}
+    for folder in (opened, retrained):
+        assert {stat.S_IMODE((folder / name).stat().st_mode) for name in listing(folder)} == {0o600}
 
 
 @pytest.mark.shared_data

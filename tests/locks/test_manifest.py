@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
+from situs.locks import manifest as module
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import (
     NAME,
@@ -280,6 +281,28 @@ def test_a_pipe_or_a_folder_in_its_place_does_not_hang(tmp_path):
     for place in (tmp_path, tmp_path / "a"):
         with pytest.raises(SitusError, match="is not a file"):
             read_manifest(place, KEY)
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "X9"}, {"dtype": ""}, {"shape": [-1, 6]}, {"shape": [3, 2**48]}], ids=str)
+def test_a_tensor_has_a_dtype_and_a_shape(folder, entry):
+    rewrite(folder, lambda tables: tables["tensors"]["head.weight"].update(entry))
+    with pytest.raises(SitusError, match=r"'head\.weight' has an invalid dtype or shape"):
+        read_manifest(folder, None)
+
+
+def test_a_manifest_has_a_size_limit(folder, monkeypatch):
+    size = (folder / NAME).stat().st_size
+    monkeypatch.setattr(module, "LARGEST_FILE", size)
+    assert read_manifest(folder, KEY).model == "vit"
+    monkeypatch.setattr(module, "LARGEST_FILE", size - 1)
+    with pytest.raises(SitusError, match="is not a valid manifest: it is too large"):
+        read_manifest(folder, KEY)
+
+
+def test_a_folder_that_is_none_cannot_be_read(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SitusError, match=f"{tmp_path / 'file' / NAME}: cannot be read: not a directory"):
+        read_manifest(tmp_path / "file", KEY)
 
 
 def test_not_a_locked_folder(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,3 +135,14 @@ def test_a_file_of_a_lock_that_is_not_there_is_named(tmp_path, sealed_):
         into = bytearray(3)
         source.fill(memoryview(into))
     assert bytes(into) == b"abc"
+
+
+def test_a_seal_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with (
+        pytest.raises(
+            SitusError, match=r"a sealed file needs the package 'cryptography': pip install 'situs\[locks\]'"
+        ),
+        new_file(tmp_path, "x.txt", KEY, "ab"),
+    ):
+        pass

@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 from situs.errors import SitusError
 from situs.locks import shards
 from situs.locks.key import Codes
-from situs.locks.shards import Spec, codes_of, make_header, parse_header, plain_source, read_header, rewrite
+from situs.locks.shards import (
+    Spec,
+    codes_of,
+    make_header,
+    new_private_file,
+    parse_header,
+    plain_source,
+    read_header,
+    rewrite,
+)
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -200,3 +209,29 @@ def test_what_we_accept_safetensors_accepts(tmp_path_factory, data):
             assert set(file.keys()) == {spec.name for spec in specs}
     except SafetensorError:
         pytest.fail("accepted what safetensors refuses")
+
+
+def test_a_file_that_ends_too_early_or_cannot_be_read(tmp_path):
+    (tmp_path / "short").write_bytes(b"12345")
+    into = bytearray(5)
+    with plain_source(tmp_path / "short") as source:
+        source.fill(memoryview(into))
+        assert (bytes(into), source.size) == (b"12345", 5)
+        source.seek(3)
+        with pytest.raises(SitusError, match=r"^short: the file ends too early: it is truncated"):
+            source.fill(memoryview(into))
+    for place, said in ((tmp_path, "is a directory"), (tmp_path / "none", "no such file")):
+        with pytest.raises(SitusError, match=f"^{place}: cannot be read: {said}"), plain_source(place):
+            pass
+
+
+@pytest.mark.parametrize("place", ["file/x", "file/deep/x"])
+def test_a_private_file_below_a_file_cannot_be_written(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    with (
+        pytest.raises(SitusError, match=f"^{tmp_path / place}: a key could not be written: ") as raised,
+        new_private_file(tmp_path / place, "a key", "out"),
+    ):
+        pass
+    assert raised.value.field == "out"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

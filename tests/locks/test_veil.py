@@ -133,6 +133,16 @@ def test_how_many_samples_exchange_their_tokens(text: str, count: int) -> None:
     assert torch.equal((order // 4) // count, torch.arange(6).view(6, 1).expand(6, 4) // count)
 
 
+@pytest.mark.parametrize("defence", ["lowpass=0.5", "batch-shuffle"])
+def test_padding_would_be_mixed_with_words(defence: str) -> None:
+    veil, z, mask = parse_veil(defence), tokens(), torch.ones(4, 25, dtype=torch.bool)
+    drawn = veil.draw(secret_words(KEY), (*z.shape,), 1, (4, 6))
+    with pytest.raises(SitusError, match=f"defence={defence}: does not support batches with padding") as raised:
+        veil.apply(z, mask, drawn, prefix=1)
+    assert raised.value.field == "defence"
+    assert not torch.equal(veil.apply(z, None, drawn, prefix=1)[0], z)
+
+
 def test_the_words_for_a_defence() -> None:
     for text in ("none", "noise=0.5", "lowpass=0.25", "batch-shuffle", "batch-shuffle=8"):
         assert str(parse_veil(text)) == text

@@ -20,6 +20,7 @@ from situs.locks.key import Key
 from situs.locks.locking import check, lock, readable, unlock
 from situs.locks.manifest import NAME, read_manifest
 from situs.locks.owner import open_without_key
+from situs.locks.shards import make_header, plain_source, read_header
 from situs.locks.withhold import block_tensors, described, parse_parts, tensors_of
 
 pytest.importorskip("cryptography")
@@ -112,6 +113,14 @@ def test_blocks_are_the_first_ones_of_the_stream():
     assert tensors_of(make("hf_vit"), ["blocks=1"]) == {
         name for name in make("hf_vit").model.state_dict() if ".layers.0." in name
     }
+
+
+def test_a_tensor_at_an_unknown_place_keeps_the_embedding(tmp_path):
+    backbone = make("vit")
+    backbone.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(SitusError, match=r"withhold=embedding: it is not known whether .*extra of .* comes before or"):
+        tensors_of(backbone, ["embedding"])
+    assert tensors_of(backbone, ["blocks=1"]) == {name for name in block_tensors(backbone) if "blocks.0." in name}
 
 
 def test_parts_are_said_as_they_are():
@@ -223,6 +232,29 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
     plain = lock(model_folder("vit"), KEY, tmp_path / "plain", seal=seal).path
     with pytest.raises(SitusError, match="is not needed, because nothing was withheld"):
         unlock(plain, KEY, out, withheld=second)
+
+
+def test_a_second_file_that_was_altered_is_refused_after_training_too(model_folder, tmp_path):
+    locked = lock(model_folder("vit"), KEY, tmp_path / "locked", withhold=BOTH)
+    second, out = locked.withheld, tmp_path / "open"
+    whole = second.read_bytes()
+    with plain_source(second) as reader:
+        header = read_header(reader, "second")
+    second.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for retrained, said in (
+        (False, "is not the tensor that was locked"),
+        (True, "is not the tensor that was withheld"),
+    ):
+        with pytest.raises(SitusError, match=rf"{second}: {header.tensors[-1].name} {said}"):
+            unlock(locked.path, KEY, out, withheld=second, retrained=retrained)
+    noted = make_header(header.tensors, {**header.notes, "more": "1"})
+    second.write_bytes(noted.raw + whole[len(header.raw) :])
+    for retrained in (False, True):
+        with pytest.raises(SitusError, match=r"does not contain the parts withheld from .*, or was altered"):
+            unlock(locked.path, KEY, out, withheld=second, retrained=retrained)
+    assert not out.exists()
+    second.write_bytes(whole)
+    assert unlock(locked.path, KEY, out, withheld=second).path == out
 
 
 def test_nothing_is_written_where_it_fails(model_folder, tmp_path):

@@ -102,7 +102,7 @@ def new_private_file(path: Path, what: str, field: str) -> Iterator[BinaryIO]:
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
-        if path.exists() or path.is_symlink():
+        if os.path.lexists(path):
             raise FileExistsError
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -111,9 +111,9 @@ def new_private_file(path: Path, what: str, field: str) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.link(aside, path)  # unlike a rename, a link never replaces a file
         sync(path.parent)
-    except FileExistsError:
-        raise SitusError(f"{path}: exists already; {what} is never overwritten", field=field) from None
     except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(path):  # and not a file where a folder should be
+            raise SitusError(f"{path}: exists already; {what} is never overwritten", field=field) from None
         raise SitusError(f"{path}: {what} could not be written: {reason_of(error)}", field=field) from error
     finally:
         with suppress(OSError):

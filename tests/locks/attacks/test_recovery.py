@@ -18,6 +18,7 @@ from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.locks.attacks import match
 from situs.locks.attacks.adapter import (
     Adapted,
     Labelled,
@@ -232,6 +233,30 @@ def test_a_key_that_opens_the_very_weights_is_right_whatever_the_order_of_equal_
     found = recover_with_base(permute_state(state, groups, truth), state, groups, truth=truth)
     assert not torch.equal(found.keys["residual"], truth["residual"])
     assert (found.share, found.bits) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("amount", [0.3, 1.0])
+def test_inner_keys_are_right_at_the_first_turn_and_a_second_confirms_them(amount: float) -> None:
+    """Each group is compared along the axes that are known by then, and sorted along the others."""
+    backbone = vit()
+    groups, state = backbone.groups(), backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    locked, base = permute_state(state, groups, truth), drift(state, amount, 5)
+    found = match_keys(locked, base, groups)
+    assert found.rounds == 2
+    assert found.error == pytest.approx(fit_error(locked, base, groups, truth), rel=1e-3)
+
+
+def test_a_match_that_does_not_settle_ends_after_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = vit()
+    groups, state = backbone.groups(), backbone.model.state_dict()
+    locked, base = permute_state(state, groups, random_keys(groups, seeded(1))), drift(state, 300.0, 5)
+    settled = match_keys(locked, base, groups)
+    assert settled.rounds == 3  # the third moved nothing
+    monkeypatch.setattr(match, "MAX_ROUNDS", 2)
+    ended = match_keys(locked, base, groups)
+    assert ended.rounds == 2
+    assert ended.error == settled.error == fit_error(locked, base, groups, ended.keys)
 
 
 def test_another_architecture_is_refused() -> None:
@@ -485,6 +510,12 @@ def test_inner_groups_never_count() -> None:
 
 
 # --- labels --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_residual_keys_has_no_lock() -> None:
+    inner = [group for group in vit().groups() if group.kind != "residual"]
+    with pytest.raises(SitusError, match="no residual channels of this model are permuted, so there is no lock"):
+        judged("base", inner, {group.name: torch.arange(group.size) for group in inner}, None)
 
 
 @pytest.fixture(scope="module")

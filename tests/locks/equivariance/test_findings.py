@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,34 @@ def test_rounding_in_a_gradient_that_is_zero_breaks_no_law() -> None:
     model = BertModel(BertConfig(vocab_size=99, max_position_embeddings=64, initializer_range=0.2, **sizes))
     verdict = verify(create_backbone(model), steps=0)  # its keys' biases are 0, and so are their gradients
     assert (verdict.whole("row").status, verdict.whole("column").status) == ("holds", "needs keyed weights")
+
+
+def test_the_error_is_relative_to_the_largest_entry() -> None:
+    a, b = torch.tensor([4.0, -8.0, 0.0]), torch.tensor([4.0, -6.0, 1.0])
+    assert relative_error(a, b) == 2 / 8
+    assert worst_relative_error({"a": a, "b": b}, {"a": b, "b": a}) == 2 / 6  # each by its own largest
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == worst_relative_error({}, {}) == 0.0
+    tiny = torch.tensor([1e-9])  # beside a large gradient it is rounding, and so is its difference
+    assert worst_relative_error({"a": a, "b": tiny}, {"a": a, "b": -tiny}) == pytest.approx(2e-9 / 8e-3)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("other", [0.0, 1.0, float("inf")])
+def test_what_is_no_number_never_obeys_a_law(odd: float, other: float) -> None:
+    a, b = torch.tensor([1.0, odd]), torch.tensor([1.0, other])
+    for one, two in ((a, b), (b, a)):
+        assert relative_error(one, two) == math.inf
+        assert worst_relative_error({"a": one}, {"a": two}) == math.inf
+    assert relative_error(torch.zeros(1), torch.zeros(2)) == math.inf
+    assert worst_relative_error({"a": b}, {"a": b, "b": b}) == worst_relative_error({"a": b}, {}) == math.inf
+
+
+def test_an_embedding_that_reads_other_patches_refuses_rows() -> None:
+    backbone = make("vit", torch.float32)
+    backbone.model.patch_embed.norm = Along(24, 24, 3, padding=1)
+    (found,) = (f for f in verify(backbone, steps=0).findings if (f.part, f.law) == ("embed", "row"))
+    assert found.status == "refused" and "it reads pixels outside its patch" in found.reason
+    assert found.native["forward"] > 1e-2
 
 
 def test_the_model_is_left_as_it_was() -> None:

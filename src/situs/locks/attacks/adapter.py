@@ -63,10 +63,6 @@ class Adapted(nn.Module):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        if backbone.out_dim != backbone.dim:
-            raise SitusError(
-                f"{backbone.name}: its first and last block differ in width; the attack `labels` needs equal widths"
-            )
         self.backbone = backbone
         weight = next(backbone.model.parameters())
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))

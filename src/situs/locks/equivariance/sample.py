@@ -8,7 +8,6 @@ whoever runs the blocks (`row_leak`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +30,11 @@ class Sample:
     mask: Tensor | None = None
 
 
-def check_input(backbone: Backbone, x: Any) -> None:
-    """Refuses inputs that are no tensor, empty, of the wrong kind, or ids outside the vocabulary."""
+def check_input(backbone: Backbone, x: Tensor | None) -> None:
+    """Refuses inputs that are empty, of the wrong kind, or ids outside the vocabulary."""
     if x is None or "tokens" in backbone.refusals:
         return
     kind = "integer ids [B, N]" if backbone.input.shape is None else "floating-point images [B, C, H, W]"
-    if not isinstance(x, Tensor):
-        raise SitusError(f"x is a {type(x).__name__}, but {backbone.name} takes a tensor of {kind}")
     if not x.numel() or x.is_floating_point() == (backbone.input.shape is None):
         raise SitusError(f"x has the shape {list(x.shape)} and the dtype {x.dtype}, but {backbone.name} takes {kind}")
     if backbone.input.shape is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
