@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,92 @@ def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
     ]
     assert found.images == {"val": 2}
     assert "because shards are damaged" in found.provenance.left_out[0]
+
+
+def packed(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Three images in one shard, and the manifest."""
+    for number in range(3):
+        write(tmp_path / f"images/{number}.png", encoded(noise(number)))
+    pack(tmp_path / "images", tmp_path / "out", PackConfig(), workers=0)
+    return tmp_path / "out/manifest.json", json.loads((tmp_path / "out/manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "the manifest has version 2, but this version of situs reads only version 1"),
+        *(({"file": name}, f"is damaged: {name!r} is not a file name of a shard") for name in ("", ".", "..", "a/b")),
+        ({"bytes": "12"}, "is damaged: the size or the SHA-256 of 'part-00000.parquet' is missing"),
+        ({"sha256": None}, "is damaged: the size or the SHA-256 of 'part-00000.parquet' is missing"),
+        ({"shards": 7}, r"is damaged (TypeError: 'int' object is not iterable)"),
+        (b"{torn", "is damaged (JSONDecodeError: Expecting property name"),
+        (b"\xff", "is damaged (UnicodeDecodeError: "),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_one_sentence(tmp_path: Path, change: Any, said: str) -> None:
+    file, manifest = packed(tmp_path)
+    if isinstance(change, bytes):
+        file.write_bytes(change)
+    else:
+        within = manifest["shards"][0] if {*change} & {*manifest["shards"][0]} else manifest
+        within.update(change)
+        file.write_text(json.dumps(manifest))
+    with pytest.raises(SitusError, match=f"^{re.escape(f'{file}: {said}')}") as caught:
+        check(tmp_path / "out", workers=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_without_an_entry_names_it(tmp_path: Path) -> None:
+    file, manifest = packed(tmp_path)
+    for holder, key in ((manifest["shards"][0], "sha256"), (manifest["shards"][0], "file"), (manifest, "shards")):
+        kept = holder.pop(key)
+        file.write_text(json.dumps(manifest))
+        with pytest.raises(SitusError, match=rf"manifest\.json: is damaged \(KeyError: '{key}'\)$"):
+            check(tmp_path / "out", workers=0)
+        holder[key] = kept
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7", b"{}", b'{"kind": "of another program", "version": 2, "shards": 3}'])
+def test_a_manifest_of_another_program_is_none(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / "a.png", encoded(noise(0)))
+    (tmp_path / "manifest.json").write_bytes(content)
+    found = check(tmp_path, workers=0)
+    assert (found.images, sum(found.counts.values())) == ({"": 1}, 0)
+
+
+def test_what_the_system_refuses_of_a_packed_set_is_told(tmp_path: Path) -> None:
+    file, manifest = packed(tmp_path)
+    shard = tmp_path / "out/part-00000.parquet"
+    shard.unlink()
+    shard.mkdir()
+    manifest["shards"][0]["bytes"] = shard.stat().st_size
+    manifest["shards"].append(manifest["shards"][0] | {"file": "x" * 300})
+    file.write_text(json.dumps(manifest))
+    found = check(tmp_path / "out", workers=0)
+    assert [(each.name, each.what) for each in found.issues["checksum"]] == [
+        (shard.name, "cannot be read (Is a directory)"),
+        ("x" * 300, "cannot be read (File name too long)"),
+    ]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(SitusError, match=rf"^{file}: cannot be read: is a directory$"):
+        check(tmp_path / "out", workers=0)
+
+
+def test_only_the_first_issues_of_a_kind_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 2), ("f", 2)):
+        write(tmp_path / f"{name}.png", encoded(noise(seed)))
+    for number in range(3):
+        write(tmp_path / f"torn{number}.png", b"torn")
+    monkeypatch.setattr("situs.data.check.LISTED", 2)
+    found = check(tmp_path, workers=0)
+    assert (found.counts["duplicate"], found.counts["broken"]) == (4, 3)
+    assert names(found, "duplicate") == ["b.png (as a.png)", "c.png (as a.png)"]
+    assert [each.name for each in found.issues["broken"]] == ["torn0.png", "torn1.png"]
+    notes = {table.title: table.caption for table in found.details()}
+    assert notes["Duplicate"].startswith("4 in all, 2 of them listed here. Meaning: the same bytes as")
+    sentence = "9 images: 3 broken, 4 duplicates."
+    assert (found.summary().sentence, found.tone) == (sentence, "bad")
 
 
 def test_an_unknown_kind_names_those_there_are(zoo):

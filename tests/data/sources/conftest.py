@@ -17,9 +17,9 @@ from situs.data.sources import remote
 
 class Server:
     """files: content by path. faults: what the next requests of a path get instead: "cut", "503", "404", "short",
-    "ignore range", "other range" (and says so), "no word" of which range, "too much". asked: (method, path, range) of
-    every request. sent: bytes of all answers, by path. rangeless: paths of which it always sends all. most: bytes
-    after which it cuts every answer."""
+    "ignore range", "other range" (and says so), "no word" of which range, "no length", "too much". asked: (method,
+    path, range) of every request. sent: bytes of all answers, by path. rangeless: paths of which it always sends all.
+    most: bytes after which it cuts every answer."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -66,7 +66,8 @@ class Server:
                 if path not in server.silent:
                     self.send_header("ETag", hashlib.md5(data).hexdigest())
                 if wanted and fault not in {"ignore range", "no word"}:
-                    self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+                    whole = "*" if fault == "no length" else len(data)
+                    self.send_header("Content-Range", f"bytes {start}-{end - 1}/{whole}")
                 self.send_header("Content-Length", str(len(part) // 2 if fault == "short" else len(part)))
                 self.end_headers()
                 cut = fault == "cut" or len(part) > server.most

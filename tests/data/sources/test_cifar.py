@@ -173,12 +173,33 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
         (pickle.dumps(np.dtype("u1"), 2), "is not a CIFAR batch"),
         (pickle.dumps({"data": np.array([{}])}, 2), "list found where bytes are expected"),
         (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "a memo that is longer"),
+        (pickle.dumps({"data": np.array(["a"])}, 2), "arrays of 'U1' are not plain numbers"),
+        (pickle.dumps({"data": np.array([0], "M8[s]")}, 2), "arrays of 'M8' are not plain numbers"),
+        (
+            pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, 2).replace(b"K\x02M\x00\x0c", b"K\x03M\x00\x0c"),
+            r"6144 bytes do not fill an array of shape \(3, 3072\)",
+        ),
+        (
+            b"\x80\x02}U\x04datac_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00utf-8\x86Rs.",
+            "encoding 'utf-8' is not expected here",
+        ),
     ],
 )
 def test_a_wrong_batch_is_one_sentence(tmp_path, data, sentence):
     (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
     (tmp_path / "train").write_bytes(data)
     with pytest.raises(SitusError, match=sentence):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["data_batch_4", "batches.meta"])
+def test_a_file_that_is_missing_is_named(tmp_path, missing):
+    pixels, labels = batch(2)
+    for number in range(1, 6):
+        (tmp_path / f"data_batch_{number}").write_bytes(pickle.dumps({b"data": pixels, b"labels": labels}, 2))
+    (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": FINE}, 2))
+    (tmp_path / missing).unlink()
+    with pytest.raises(SitusError, match=rf"/{missing}: cannot be read \(No such file or directory\)$"):
         open_source(tmp_path)
 
 

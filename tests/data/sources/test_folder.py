@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from image_files import encoded, write
@@ -130,6 +131,35 @@ def test_a_closed_folder_is_told(tmp_path):
         assert walk(tmp_path)[1].first == {CLOSED: "b/"}
     finally:
         (tmp_path / "b").chmod(0o700)
+
+
+def test_what_the_system_keeps_closed_is_told_and_a_closed_file_is_named_when_it_is_read(tmp_path, monkeypatch):
+    """As for a user without the rights; the tests may run as root, whom no rights stop."""
+    for name in ("a/x.png", "b/x.png", "c/bare", "c/other.txt"):
+        write(tmp_path / name)
+    scandir, opened, closed = os.scandir, Path.open, {"b"}
+
+    def scan(path):
+        if Path(path).name in closed:
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    def open_(path, *arguments, **named):
+        if path.name == "bare":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr("situs.data.sources.folder.os.scandir", scan)
+    monkeypatch.setattr(Path, "open", open_)
+    files, left_out = walk(tmp_path)
+    assert files == ["a/x.png", "c/bare"]
+    assert left_out.notes("here") == [
+        "here: left out 1 (not images, by their names: .txt 1); the first: c/other.txt",
+        "here: left out 1 (folders that cannot be read); the first: b/",
+    ]
+    closed.add(tmp_path.name)
+    with pytest.raises(PermissionError):
+        walk(tmp_path)
 
 
 def test_a_class_is_a_folder_with_images_in_every_split(tmp_path):

@@ -5,17 +5,30 @@ from __future__ import annotations
 import io
 import math
 import struct
+import sys
 import zlib
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from image_files import encoded
-from PIL import Image, features
+from PIL import Image, ImageFile, features
 
 from situs.data.resize import centre_fit
 from situs.data.sources import images
-from situs.data.sources.images import decode, decode_numbers, from_array, from_pillow, to_channels
+from situs.data.sources.images import (
+    Header,
+    decode,
+    decode_numbers,
+    from_array,
+    from_pillow,
+    read_header,
+    to_channels,
+)
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
@@ -126,6 +139,96 @@ def test_a_mask_is_turned_as_its_photograph_is():
     for made in (Image.fromarray(numbers), Image.fromarray(numbers.astype(np.uint16))):
         got = decode_numbers(encoded(made, "PNG", exif=exif), "x")
         assert torch.equal(got.long(), torch.rot90(torch.from_numpy(numbers).long(), -1))
+
+
+@pytest.mark.parametrize("kind", ["u1", "<u2", ">u2", "<i4"])
+def test_a_mask_may_be_a_numpy_file(kind: str) -> None:
+    numbers = RNG.integers(0, 200, (9, 13)).astype(kind)
+    assert torch.equal(decode_numbers(npy(numbers), "x"), torch.from_numpy(numbers.astype(np.int64)))
+    for wrong, said in (
+        (np.zeros((3, 5, 7), np.uint8), r"an array of uint8 and shape \(3, 5, 7\) contains no class numbers"),
+        (np.zeros((5, 7), np.float32), r"an array of float32 and shape \(1, 5, 7\) contains no class numbers"),
+        (np.zeros((5, 7), bool), r"an array of bool and shape \(1, 5, 7\) contains no class numbers"),
+    ):
+        with pytest.raises(BrokenSampleError, match=said):
+            decode_numbers(npy(wrong), "x")
+
+
+def test_the_header_of_an_image_tells_its_upright_size() -> None:
+    assert read_header(npy(RGB.astype(np.uint16)), "x") == Header("NPY", "uint16", 9, 13, turned=False)
+    assert read_header(encoded(Image.fromarray(RGB)), "x") == Header("PNG", "RGB", 9, 13, turned=False)
+    see_through = encoded(Image.fromarray(RGB).convert("RGBA"))
+    assert read_header(see_through, "x") == Header("PNG", "RGBA", 9, 13, turned=False, transparent=True)
+    for way in range(10):  # 1 is upright, 2 to 8 are turned or mirrored, the others mean nothing
+        exif = Image.Exif()
+        exif[0x0112] = way
+        sides = (13, 9) if way in (5, 6, 7, 8) else (9, 13)
+        wanted = Header("JPEG", "RGB", *sides, turned=2 <= way <= 8)
+        data = encoded(Image.fromarray(RGB), "JPEG", exif=exif)
+        assert read_header(data, "x") == wanted
+        assert tuple(decode(data, "x").shape[1:]) == sides
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_two_versions_of_numpy_files_are_read(version: tuple[int, int]) -> None:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, RGB, version)
+    if version < (3, 0):
+        assert torch.equal(decode(buffer.getvalue(), "x"), chw(RGB))
+    else:
+        with pytest.raises(BrokenSampleError, match=r"\(NumPy format 3\.0: only versions 1\.0 and 2\.0 can be read\)"):
+            decode(buffer.getvalue(), "x")
+
+
+def test_colours_that_are_multiplied_by_their_alpha_are_divided_by_it() -> None:
+    """Pillow's La and RGBa; what is opaque is the same in both."""
+    alpha = np.full((9, 13), 255, np.uint8)
+    alpha[:4] = 0
+    for mode in ("LA", "RGBA"):
+        image = Image.fromarray(np.dstack([RGB, alpha])).convert(mode)
+        found = from_pillow(image.convert({"LA": "La", "RGBA": "RGBa"}[mode]), "x")
+        assert torch.equal(found, from_pillow(image, "x"))
+        assert bool((found[:, :4] == 255).all()) and found.shape[0] == (1 if mode == "LA" else 3)
+
+
+HEIC = b"\0\0\0\x18ftypheic" + bytes(range(40))
+
+
+class Heif(ImageFile.ImageFile):
+    """The bytes from the thirteenth on as a grey picture."""
+
+    format = "HEIF"
+    format_description = "of this test"
+
+    def _open(self) -> None:
+        self._size, self._mode, self.tile = (4, 3), "L", [("raw", (0, 0, 4, 3), 12, ("L", 0, 1))]
+
+
+def test_heic_is_read_where_its_package_is_there(monkeypatch) -> None:
+    """A stand-in for pillow_heif, which registers a format with Pillow as that does."""
+    package: Any = ModuleType("pillow_heif")
+    package.__spec__ = ModuleSpec("pillow_heif", None)
+    package.register_heif_opener = lambda: Image.register_open("HEIF", Heif, lambda start: start[4:12] == b"ftypheic")
+    monkeypatch.setitem(sys.modules, "pillow_heif", package)
+    monkeypatch.setattr(Image, "OPEN", dict(Image.OPEN))
+    monkeypatch.setattr(Image, "ID", [*Image.ID])
+    monkeypatch.setattr(images, "_reads_heic", cache(images._reads_heic.__wrapped__))
+    assert decode(HEIC, "x").tolist() == [[[*HEIC[12:16]], [*HEIC[16:20]], [*HEIC[20:24]]]]
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+def test_an_avif_file_of_a_general_brand_is_read() -> None:
+    data = encoded(Image.fromarray(RGB), "AVIF")
+    general = data[:8] + b"mif1" + data[12:]
+    assert torch.equal(decode(general, "x"), decode(data, "x"))
+
+
+def test_a_jpeg_with_filling_and_bare_markers_is_plain() -> None:
+    assert torch.equal(images._decode_plain(JPEG), decode(JPEG, "x"))
+    for inserted in (b"\xff", b"\xff" * 5, b"\xff\xd0", b"\xff\xd7\xff"):
+        filled = JPEG[:2] + inserted + JPEG[2:]
+        found = images._decode_plain(filled)
+        assert found is not None and torch.equal(found, decode(JPEG, "x"))
 
 
 def test_sixteen_bits_of_colour_are_scaled_and_not_cut():

@@ -93,6 +93,43 @@ def test_an_image_that_is_open_and_not_read_yet_is_its_file(tmp_path: Path) -> N
     assert torch.equal(open_source(addressed([opened])).read(0)["image"], filed)
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("form", ["list", "array", "tuple"])
+def test_images_and_labels_may_be_two_columns(form: str, labelled: bool) -> None:
+    columns: dict[str, Any] = {"list": [*PIXELS], "array": PIXELS, "tuple": tuple(PIXELS)}
+    data = {"image": columns[form], "label": LABELS} if labelled else {"img": columns[form]}
+    for each in (data, (columns[form], LABELS)) if labelled else (data,):
+        source = open_source(addressed(each))
+        assert [source.label(index) for index in range(12)] == (LABELS if labelled else [None] * 12)
+        assert (len(source), source.classes) == (12, ("0", "1", "2") if labelled else None)
+        for index in (0, 7, 11):
+            sample = source.read(index)
+            assert torch.equal(sample.pop("image"), torch.from_numpy(PIXELS[index]).permute(2, 0, 1))
+            assert sample == ({"label": LABELS[index]} if labelled else {})
+
+
+def test_labels_that_cannot_be_listed_are_read_from_the_samples() -> None:
+    class Hidden(TorchSet):
+        @property
+        def targets(self) -> list[int]:
+            raise RuntimeError("not computed yet")
+
+    source = open_source(addressed(Hidden(PIXELS, LABELS)))
+    assert [source.label(index) for index in range(12)] == LABELS
+
+
+def test_the_four_sets_that_were_passed_last_are_known() -> None:
+    def address(number: int) -> str:
+        return addressed([PIXELS[number]] * (number + 1))
+
+    first, *others = [address(number) for number in range(4)]
+    assert address(0) == first  # passed again: now the second is the oldest
+    address(5)
+    assert [len(open_source(each)) for each in (first, *others[1:])] == [1, 3, 4]
+    with pytest.raises(SitusError, match=r"the data \(2 images in memory\) no longer exists; pass the data again"):
+        open_source(others[0])
+
+
 def test_splits_and_many_labels() -> None:
     hot = [[1, 0, 1], [0, 0, 0], [-1, 1, 0]]
     address = addressed({"train": (PIXELS[:3], hot), "validation": [(PIXELS[3], [0, 1, 1])]})
@@ -130,6 +167,18 @@ class Endless(IterableDataset[Any]):
         return iter([])
 
 
+class Table:
+    """Of pandas, as far as it is looked at."""
+
+    __module__ = "pandas.core.frame"
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, name: str) -> Any:
+        return PIXELS[:2]
+
+
 class NoLength(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return index
@@ -149,7 +198,10 @@ REFUSED: list[tuple[Any, str]] = [
     (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
     (Endless(), "pass data that can be indexed"),
     (iter(PIXELS), "pass data that can be indexed"),
-    (NoLength(), "without a length"),
+    (NoLength(), "is a NoLength without a length"),
+    (Table(), "is a pandas table; pass a list of its images, or of"),
+    ({"image": Table()}, "is a pandas table; pass a list of its images, or of"),
+    (b"an image", "the data: is a bytes; pass images"),
     (["a cat", "a dog"], "is a str, not a Pillow image"),
     (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
     (np.full((2, 3, 4, 4), "a"), "is an array of <U1; pixels must be uint8"),
@@ -196,6 +248,8 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), kind="audio")
     with pytest.raises(SitusError, match="2 channels, but 3 are expected"):
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
+    half: list[Any] = [PIXELS[0], np.full((8, 8), 7.0)]
+    assert len(open_source(addressed(half))) == 2  # a broken sample is skipped as in a folder, unless most are
     one_bad = [*[PIXELS[index] for index in range(11)], np.full((8, 8), 7.0)]
     source = open_source(addressed(one_bad), channels=3)
     with pytest.raises(BrokenSampleError, match=r"list in memory, sample 11: its pixels .* from 7 to 7"):

@@ -90,6 +90,16 @@ def test_labels_that_are_all_missing_are_none(tmp_path):
     assert "label" not in source.read(0)
 
 
+@pytest.mark.parametrize("groups", [0, 1])
+def test_files_without_a_row_are_refused(tmp_path, groups):
+    empty = table([])
+    with pq.ParquetWriter(tmp_path / "x.parquet", table([0]).schema) as writer:
+        for _ in range(groups):
+            writer.write_table(empty.cast(table([0]).schema))
+    with pytest.raises(SitusError, match=f"^{tmp_path}: its parquet files contain no rows$"):
+        open_source(tmp_path)
+
+
 def test_a_corrupt_page_is_named(tmp_path):
     path = write(tmp_path / "x.parquet", table([0, 1]), compression="zstd")
     data = bytearray(path.read_bytes())

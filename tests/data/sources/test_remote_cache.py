@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +222,99 @@ def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, 
     for path, size in sizes.items():
         assert server.sent[path] <= (2 + (kind == "parquet")) * size  # the footer of so small a file is all of it
     assert len(getattr(source, "_groups", None) or {}) <= 6  # the row groups of one file
+
+
+def test_the_servers_are_asked_again_after_half_a_minute(server, tmp_path, monkeypatch):
+    serve(server, packed(tmp_path, "webdataset"))
+    monkeypatch.setattr(remote, "_RECENT", 30.0)
+    monkeypatch.setattr(remote, "_mounted", {})
+    now = [1e6]
+    monkeypatch.setattr("situs.data.sources.remote.time.monotonic", lambda: now[0])
+    asked = []
+    for seconds in (0, 29, 2, 29, 29):
+        now[0] += seconds
+        server.asked.clear()
+        folder = remote.mount(f"{server.url}/set")
+        asked.append(bool(server.asked))
+    assert asked == [True, False, True, False, True]
+    (folder / ".shards.json").unlink()  # somebody has cleared the cache
+    server.asked.clear()
+    assert remote.mount(f"{server.url}/set") == folder and server.asked
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "another cache"))
+    server.asked.clear()
+    assert remote.mount(f"{server.url}/set") != folder and server.asked
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(server, tmp_path, monkeypatch):
+    serve(server, packed(tmp_path, "webdataset"))
+    folder = remote.mount(f"{server.url}/set")
+    shard = folder / "train-00000.tar"
+    (folder / f".{shard.name}.{remote._mark(remote._entry(shard))}.part").mkdir()
+    said = r"cannot store remote shards: .*; free some space, or choose another folder \(SITUS_CACHE\)$"
+    with pytest.raises(SitusError, match=f"^{tmp_path}/cache: {said}"):
+        remote.ensure_local(shard)
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "file"))
+    with pytest.raises(SitusError, match=f"^{tmp_path}/file: {said}"):
+        remote.mount(f"{server.url}/set")
+
+
+@pytest.mark.parametrize("place", ["", "data/"])
+def test_a_process_that_was_not_forked_knows_the_shards_from_the_cache(server, tmp_path, monkeypatch, place):
+    local = packed(tmp_path, "webdataset")
+    server.files = {f"/set/{place}{file.name}": file.read_bytes() for file in local.glob("*.tar")}
+    folder = remote.mount(f"{server.url}/set/{place}train-{{00000..00002}}.tar")
+    monkeypatch.setattr(remote, "_known", {})
+    shard = folder / f"{place}train-00001.tar"
+    assert remote.is_remote_shard(shard)
+    remote.ensure_local(shard)
+    assert shard.read_bytes() == (local / "train-00001.tar").read_bytes()
+    assert not remote.is_remote_shard(folder / f"{place}train-00009.tar")
+    handle = remote.open_shard(local / "train-00000.tar")  # any other file is only opened
+    assert os.pread(handle, 1 << 20, 0) == (local / "train-00000.tar").read_bytes()
+    os.close(handle)
+
+
+def test_the_last_use_of_a_shard_is_recorded_every_ten_seconds(server, tmp_path):
+    serve(server, packed(tmp_path, "webdataset"))
+    shard = remote.mount(f"{server.url}/set") / "train-00000.tar"
+    remote.ensure_local(shard)
+    changed = shard.stat().st_mtime_ns
+    for age, recorded in ((5, False), (15, True)):
+        used = time.time_ns() - age * 10**9
+        os.utime(shard, ns=(used, changed))
+        os.close(remote.open_shard(shard))
+        assert (shard.stat().st_atime_ns != used, shard.stat().st_mtime_ns) == (recorded, changed)
+    assert time.time() - shard.stat().st_atime < 5
+
+
+def test_what_another_process_fetched_in_the_meantime_is_not_fetched_again(server, tmp_path):
+    local = packed(tmp_path, "webdataset")
+    serve(server, local)
+    shard = remote.mount(f"{server.url}/set") / "train-00000.tar"
+    server.asked.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with in_turn(shard.with_name(f".{shard.name}.lock")):
+            waiting = pool.submit(remote.ensure_local, shard)
+            time.sleep(0.05)
+            shard.unlink()
+            shard.write_bytes((local / shard.name).read_bytes())
+        waiting.result(timeout=30)
+    assert server.asked == [] and shard.read_bytes() == (local / shard.name).read_bytes()
+
+
+def test_a_part_that_is_too_long_is_begun_anew(server, tmp_path):
+    local = packed(tmp_path, "webdataset")
+    serve(server, local)
+    folder = remote.mount(f"{server.url}/set")
+    shard, size = folder / "train-00000.tar", (local / "train-00000.tar").stat().st_size
+    part = folder / f".{shard.name}.{remote._mark(remote._entry(shard))}.part"
+    part.write_bytes(b"x" * (size + 1))
+    with pytest.raises(RemoteError, match=rf"train-00000.tar: {size + 1:,} bytes came instead of {size:,}$"):
+        remote.ensure_local(shard)
+    assert not part.exists()
+    remote.ensure_local(shard)
+    assert shard.read_bytes() == (local / shard.name).read_bytes()
 
 
 def test_a_file_that_is_open_outlives_its_place_in_the_cache(server, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 
 import pytest
 
@@ -93,6 +94,24 @@ def test_a_whole_file_and_its_state(server):
     assert state_of(f"{server.url}/a.tar").version != before.version
 
 
+def test_a_server_that_does_not_tell_the_length_is_refused(server):
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["no length"] * 9
+    with pytest.raises(RemoteError, match=r"/a.tar: the server does not give the length of the file$"):
+        state_of(f"{server.url}/a.tar")
+    assert len(server.asked) == 1
+
+
+def test_each_pause_is_twice_as_long(server, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(remote, "PAUSE", 0.5)
+    monkeypatch.setattr("time.sleep", pauses.append)
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["503"] * (TRIES - 1)
+    assert read_range(f"{server.url}/a.tar", 100, 3000) == DATA[100:3000]
+    assert pauses == [0.5, 1, 2, 4, 8]
+
+
 @pytest.mark.parametrize(("fault", "said", "tries"), [("404", "no such file", 1), ("403", "answers 403", 1)])
 def test_what_does_not_pass_is_told_at_once(server, fault, said, tries):
     server.files["/a.tar"] = DATA
@@ -117,19 +136,37 @@ def test_one_that_never_comes_back_is_one_sentence(server):
 def test_a_file_read_here_and_there(server):
     server.files["/a"] = DATA
     file = RangedFile(f"{server.url}/a", len(DATA))
+    assert file.readable() and file.seekable() and not file.writable()
     assert file.seek(-6, os.SEEK_END) == len(DATA) - 6 and file.read(100) == DATA[-6:] and file.read(1) == b""
     file.seek(10)
     assert file.read(5) == DATA[10:15] and file.tell() == 15 and file.seek(2, os.SEEK_CUR) == 17
     assert file.read() == DATA[17:]
 
 
-def test_other_schemes_go_the_same_way(tmp_path):
+def test_other_schemes_go_the_same_way(tmp_path, monkeypatch):
     (tmp_path / "a.tar").write_bytes(DATA)
     assert read_range(f"file://{tmp_path}/a.tar", 5, 9) == DATA[5:9]
+    monkeypatch.setattr(remote, "PIECE", 512)
+    pieces = [*read_pieces(f"file://{tmp_path}/a.tar", 5, 1500)]
+    assert b"".join(pieces) == DATA[5:1500] and [*map(len, pieces)] == [512, 512, 471]
     assert state_of(f"file://{tmp_path}/a.tar").size == len(DATA)
     assert list_folder(f"file://{tmp_path}") == [f"file://{tmp_path}/a.tar"]
     with pytest.raises(SitusError, match="nosuch://x: cannot be read"):
         state_of("nosuch://x")
+
+
+def test_a_store_that_does_not_tell_the_length_is_refused(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: {"name": path, "type": "file", "size": None})
+    with pytest.raises(RemoteError, match=r"^memory://a.tar: the server does not give the length of the file$"):
+        state_of("memory://a.tar")
+
+
+def test_a_scheme_whose_package_is_missing_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ocifs", None)
+    with pytest.raises(SitusError, match=r"^reading oci://host/a.tar needs another package: .*ocifs"):
+        state_of("oci://host/a.tar?key=hidden")
 
 
 def test_a_missing_extra_is_named(monkeypatch):

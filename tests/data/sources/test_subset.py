@@ -14,7 +14,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import judged_split, open_source, splits_at
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.subset import PerClass, Subset, hold_out
+from situs.data.sources.subset import Joined, PerClass, Subset, hold_out
 from situs.errors import BrokenSampleError, SitusError
 
 
@@ -26,7 +26,7 @@ def numbered(count: int, classes: int, *, turns: bool) -> TensorSource:
     return TensorSource(images, labels, tuple(map(str, range(classes))), "numbered")
 
 
-def rows(subset: Subset) -> list[int]:
+def rows(subset: Source) -> list[int]:
     read = [subset.read(index)["image"].flatten().tolist() for index in range(len(subset))]
     return [256 * high + low for high, low in read]
 
@@ -103,6 +103,21 @@ def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:
     labels = [label for batch in loader if "label" in batch.targets for label in batch.targets["label"].tolist()]
     assert labels == good
     assert len(part.skipped) == 10 - len(good) > 0
+
+
+def test_several_sources_are_one_after_another_and_must_have_the_same_classes() -> None:
+    first, second = numbered(3, 2, turns=True), numbered(4, 2, turns=False)
+    joined = Joined("both", [("a/", first), ("b/", second)])
+    assert (len(joined), joined.name, joined.classes) == (7, "both", ("0", "1"))
+    assert rows(joined) == [0, 1, 2, 0, 1, 2, 3]
+    assert [joined.key(index) for index in range(7)] == ["a/0", "a/1", "a/2", "b/0", "b/1", "b/2", "b/3"]
+    assert [joined.label(index) for index in range(7)] == [0, 1, 0, 0, 0, 1, 1]
+    assert [joined.origin(index) for index in (2, 3)] == [(first, 2), (second, 0)]
+    many = TensorSource(first.images, torch.zeros(3, 2, dtype=torch.int8), ("0", "1"))  # another kind of label
+    for other in (numbered(4, 3, turns=True), many, TensorSource(first.images, None, None)):
+        with pytest.raises(SitusError, match=r"^both: its splits have different classes; choose one split$") as error:
+            Joined("both", [("a/", first), ("b/", second), ("c/", other)])
+        assert error.value.field == "split"
 
 
 class Named(Source):

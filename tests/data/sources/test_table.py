@@ -80,6 +80,10 @@ def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:
     (tmp_path / "list_eval_partition.txt").write_text("000001.jpg 0\n")
     with pytest.raises(SitusError, match=r"000002.jpg: has no line in .*list_eval_partition.txt"):
         opened(tmp_path)
+    (tmp_path / "list_eval_partition.txt").write_text("".join(f"00000{number}.jpg 0\n" for number in range(1, 5)))
+    assert len(opened(tmp_path)) == 4
+    with pytest.raises(SitusError, match=f"^{tmp_path}: contains no image of the split$"):
+        opened(tmp_path, "val")
     (tmp_path / "list_eval_partition.txt").write_text("000001.jpg 3\n")
     with pytest.raises(SitusError, match=r"partition\.txt, line 1: '3' is not a split"):
         opened(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -129,8 +130,45 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     assert open_source(file).notes == ["x: left out 1 (not images, by their names: .cls 1); the first: c.cls"]
 
 
-def test_class_names_must_be_text(tmp_path):
-    write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"0"}))
+def test_a_negative_class_number_is_refused(tmp_path):
+    write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"-1"}))
+    with pytest.raises(SitusError, match=r"\('a\.cls' contains a negative class number\)"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_links_and_pipes_in_a_tar_are_counted(tmp_path, kind):
+    with tarfile.open(tmp_path / "x.tar", "w") as file:
+        for name in ("a.png", "z.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(png(0))
+            file.addfile(info, io.BytesIO(png(0)))
+        info = tarfile.TarInfo("b.png")
+        info.type, info.linkname = kind, "a.png"
+        file.addfile(info)
+    source = open_source(tmp_path)
+    assert [source.key(index) for index in range(len(source))] == ["x.tar/a.png", "x.tar/z.png"]
+    assert source.notes == [f"{tmp_path.name}: left out 1 (pipes, devices or broken links); the first: b.png"]
+
+
+def test_a_shard_on_a_failing_disk_is_named(tmp_path, monkeypatch):
+    source = open_source(write(tmp_path / "x.tar", WHOLE))
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("situs.data.sources.webdataset.os.pread", fail)
+    with pytest.raises(BrokenSampleError, match=r"x\.tar, 3\.png: cannot be read \(Input/output error\)$"):
+        source.read(3)
+
+
+def test_class_names_must_be_text_and_enough(tmp_path):
+    write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"0", "b.png": png(1), "b.cls": b"1"}))
+    write(tmp_path / "classes.txt", b"cat\n\n")
+    with pytest.raises(SitusError, match=r"classes\.txt: lists only 1 class, but the shards use 2 classes$"):
+        open_source(tmp_path)
+    write(tmp_path / "classes.txt", b"cat\n\ndog\n")
+    assert open_source(tmp_path).classes == ("cat", "dog")
     write(tmp_path / "classes.txt", b"\xff\xfe")
     with pytest.raises(SitusError, match=r"classes\.txt: must be UTF-8 text"):
         open_source(tmp_path)
