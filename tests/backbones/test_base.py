@@ -12,6 +12,7 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
+from situs.core.selection import Context, Selection
 from situs.core.tokens import fill
 from situs.errors import SitusError
 
@@ -22,6 +23,7 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "registers": ("vit_small_patch14_reg4_dinov2", {}),
     "relative": ("vit_relpos_small_patch16_224", {}),
     "eva": ("eva02_tiny_patch14_224", {}),
+    "unturned": ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}),
     "mixed": ("vit_small_patch16_rope_mixed_224", {}),
 }
 
@@ -118,7 +120,7 @@ def test_taps_see_every_depth(name: str) -> None:
 
 
 @pytest.mark.parametrize("grid", [(4, 5), (1, 2), (2, 3)])
-@pytest.mark.parametrize("name", ["vit", "registers", "eva", "mixed"])
+@pytest.mark.parametrize("name", ["vit", "registers", "eva", "unturned", "mixed"])
 def test_positions_of_another_grid_are_timms(name: str, grid: tuple[int, int]) -> None:
     """The table is timm's own resampling; a rotation is that of timm's own model made for that grid."""
     backbone, other = timm_model(name), timm_model(name, (4 * grid[0], 4 * grid[1]))
@@ -190,3 +192,39 @@ def test_a_wide_stream_is_float32_from_block_to_block_and_nearer_to_float32(name
             backbone.model(images)
         hook.remove()
         assert given == [torch.float32]
+
+
+def test_what_a_model_does_not_have_is_refused_by_its_name() -> None:
+    vit, bert = timm_model("vit"), hf_model("bert")
+    stream = vit.assemble(vit.embed(inputs(vit)), None)
+    past = hf_model("gpt2").new_past()
+    for ask in (vit.new_past, lambda: vit.extend(stream, past)):
+        with pytest.raises(SitusError) as caught:
+            ask()
+        assert str(caught.value) == f"{vit.name} cannot continue a sequence: its tokens also attend to later tokens"
+    assert vit.patch_values == 48
+    with pytest.raises(SitusError, match=r"^BertModel has no patches of pixels, because it takes text, or "):
+        _ = bert.patch_values
+
+
+def test_a_network_without_tokens_says_so_whatever_is_asked_of_it() -> None:
+    resnet = create_backbone("test_resnet")
+    images, mask = torch.randn(1, 3, 32, 32), torch.ones(1, 4, dtype=torch.bool)
+    asked = [lambda: resnet.embed(images), resnet.positions, lambda: resnet(images, mask), resnet.levels]
+    for ask in asked:
+        with pytest.raises(SitusError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "test_resnet does not support running on a sequence of tokens: patches, frames or words: it is a "
+            "convolutional network and has no tokens"
+        )
+
+
+def test_a_swin_refuses_padding_and_a_context() -> None:
+    swin = small_swin()
+    images = torch.randn(2, 3, 32, 32)
+    mask = torch.ones(2, swin.num_tokens, dtype=torch.bool)
+    with pytest.raises(SitusError, match=r"takes images, so a padding mask does not apply$"):
+        swin.encode(swin.embed(images), swin.positions(), mask=mask)
+    with pytest.raises(SitusError, match=r"does not support attending to a chosen subset .*every token of the grid"):
+        swin.encode_at(images, Selection(torch.arange(4).expand(2, -1)), Context(2, None))

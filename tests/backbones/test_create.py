@@ -168,6 +168,12 @@ def test_relative_positions_start_from_the_same_function_as_none() -> None:
             "needs a plain ViT",
         ),
         (dict(name="eva02_tiny_patch14_224", positions="sincos"), "no position table"),
+        (dict(name="eva02_tiny_patch14_224", positions="none"), "positions='none': .* cannot be built without pos"),
+        (dict(name="eva02_tiny_patch14_224", positions="relative"), "relative positions; use a plain ViT$"),
+        (dict(name="swin_tiny_patch4_window7_224", positions="relative"), "windows; choose learned or sincos$"),
+        (dict(name="swin_tiny_patch4_window7_224", positions="none"), "^positions='none': swin.* cannot be built with"),
+        (dict(name="beit_base_patch16_224", model_args={"use_abs_pos_emb": True}), "use_abs_pos_emb must be False"),
+        (dict(name="beit_base_patch16_224", model_args={"use_rel_pos_bias": False}), "use_rel_pos_bias must be True"),
         (dict(name="vit_tiny_patch16_224", nonsense=1), "nonsense"),
         (dict(name="vit_tiny_patch16_224", model_args={"nonsense": 1}), "nonsense"),
         (dict(name="efficientnet_b0"), "EfficientNet"),
@@ -336,6 +342,30 @@ class _Evil:
 
     def __reduce__(self):
         return open, (self.path, "w")
+
+
+def test_a_torch_file_that_holds_no_weights_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "other.pth"
+    for content, sentence in (
+        ([torch.zeros(2)], "contains a list instead of named tensors"),
+        (
+            {"epoch": 3},
+            "has no tensors under model_ema, state_dict_ema, model, state_dict, teacher or at its top level",
+        ),
+        ({"model": {"epoch": 3}, "weight": torch.zeros(2)}, "has no tensors under model_ema"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(SitusError) as caught:
+            read_state_dict(path)
+        assert str(caught.value).startswith(f"weights={path}: {sentence}") and caught.value.field == "weights"
+
+
+def test_of_several_states_in_a_file_the_averaged_one_is_read(tmp_path: Path) -> None:
+    states = {
+        name: {"weight": torch.full((2,), float(n))} for n, name in enumerate(("state_dict", "model", "model_ema"))
+    }
+    torch.save(states, tmp_path / "published.pth")
+    assert read_state_dict(tmp_path / "published.pth")["weight"].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a file", b"\xff" * 64])

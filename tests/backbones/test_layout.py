@@ -195,3 +195,14 @@ def test_a_norm_in_the_place_of_a_layer_scale_moves_with_the_stream_and_is_no_pl
     block.ls1 = nn.BatchNorm1d(4)
     with pytest.raises(SitusError, match="BatchNorm1d"):
         backbone.groups()
+
+
+def test_a_layer_of_another_class_is_refused_by_its_name() -> None:
+    backbone = small_vit()
+    model: Any = backbone.model
+    model.blocks[1].mlp.fc2 = nn.Sequential(model.blocks[1].mlp.fc2)
+    with pytest.raises(SitusError) as caught:
+        backbone.groups()
+    assert str(caught.value) == (
+        "blocks.1.mlp.fc2 is a Sequential, but Situs supports only these classes here: Linear, Conv1D"
+    )

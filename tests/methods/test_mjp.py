@@ -198,6 +198,50 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
     assert float(method.localise(draws["mask"])) == float(method.localise(None))
 
 
+@torch.no_grad()
+def test_a_network_without_tokens_reads_an_image_whose_blocks_are_shuffled() -> None:
+    resnet = create_backbone("test_resnet", num_classes=5).eval()
+    with pytest.raises(SitusError, match=r"^test_resnet has no positions to hide or to predict: choose unknown=False"):
+        MJP(resnet, MJPConfig(pixel_grid=(3, 4)))
+    data = batch((48, 64))._replace(inputs=torch.randn(4, 3, 48, 64))
+    puzzle = MJP(resnet, MJPConfig(unknown=False, dal="none", pixel_grid=(3, 4), mask_ratio=0.5))
+    draws = puzzle.draw(data, When(seed=0, epoch=0))
+    assert draws["index"].shape == (4, 12)
+    shuffled = move_patches(data.inputs, (3, 4), draws["index"])
+    assert torch.equal(puzzle(data, draws).extras["logits"], resnet.model(shuffled))
+    plain = MJP(resnet, MJPConfig(unknown=False, dal="none", shuffle="none", pixel_grid=(3, 4)))
+    assert torch.equal(plain(data, plain.draw(data, When())).extras["logits"], resnet.model(data.inputs))
+
+
+@pytest.mark.parametrize("kind", ["place", "origin"])
+@torch.no_grad()
+def test_a_number_goes_with_the_place_or_with_the_patch(kind: str) -> None:
+    """As if the convolution had added it to the shuffled tokens, or to those before the shuffle."""
+    method, plain = (make(index=index, unknown=False, dal="none") for index in (kind, "none"))
+    plain.backbone.load_state_dict(method.backbone.state_dict())
+    data = batch()
+    draws = method.draw(data, When(seed=0, epoch=0))
+    index = draws["index"]
+    embed = plain.backbone.embed
+    with pytest.MonkeyPatch.context() as patch:
+        rows = method.index_table if kind == "origin" else torch.empty_like(take(method.index_table[None], index))
+        if kind == "place":  # the number of the place to which each patch will go
+            rows.scatter_(1, index[..., None].expand_as(rows), method.index_table.expand_as(rows))
+        patch.setattr(plain.backbone, "embed", lambda x: embed(x) + rows)
+        expected = plain(data, draws).extras["logits"]
+    assert torch.allclose(method(data, draws).extras["logits"], expected, atol=1e-10)
+    assert not torch.allclose(plain(data, draws).extras["logits"], expected, atol=1e-3)
+
+
+def test_without_dal_no_loss_is_of_the_table_alone() -> None:
+    hidden = torch.arange(12).expand(1, -1) < 5
+    assert make(dal="none").table_loss(hidden, When()) is None
+    method = make(dal_weight=0.3)
+    loss = method.table_loss(hidden, When())
+    assert loss is not None
+    assert float(loss) == pytest.approx(0.3 * float(method.localise(hidden)))
+
+
 # --- draws and schedules ------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -392,3 +393,8 @@ def test_small_panels_stand_as_close_as_they_are_high() -> None:
         assert two - one == pytest.approx(three - two) == pytest.approx(cell * 8 / 12, abs=0.03)
     titled = panels([[Panel(IMAGE, "a")] * 2] * 3, (2, 3)).get_figheight()
     assert titled - puzzles[2] == pytest.approx(3 * 0.19)
+
+
+def test_a_picture_that_was_drawn_before_is_its_file(tmp_path: Path) -> None:
+    (tmp_path / "drawn.png").write_bytes(b"\x89PNG and more")
+    assert figures.picture(tmp_path / "drawn.png") == b"\x89PNG and more"

@@ -296,3 +296,19 @@ def test_a_page_ends_with_how_it_was_made_and_before_that_with_what_needs_words(
     told = Page("t").end({"seed": 3}, "A share of images.")
     assert [each.title for each in told.sections] == ["What the numbers mean", "How this page was made"]
     assert told.render().index("A share of images.") < told.render().index("<dt>seed</dt>")
+
+
+def test_without_webp_a_large_picture_stays_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import features
+
+    picture = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)).save(picture, "png")
+    kinds = []
+    for found in (True, False):
+        monkeypatch.setattr(features, "check", lambda feature, found=found: found or feature != "webp")
+        page = Page("t")
+        page.section("s").figure(picture.getvalue(), caption="c")
+        (source,) = [value for value in Reader(page.render()).values("src") if value.startswith("data:")]
+        kinds.append(source.partition(";")[0])
+    assert kinds == ["data:image/webp", "data:image/png"]
+    assert base64.b64decode(source.partition(",")[2]) == picture.getvalue()

@@ -154,3 +154,14 @@ def test_lines_have_names_below_and_a_level_that_is_named() -> None:
     assert set(np.asarray(level.get_ydata())) == {2.5}
     assert first.get_color() != second.get_color()
     assert first.get_linestyle() != second.get_linestyle()
+
+
+def test_of_a_single_place_its_own_value_is_the_range() -> None:
+    """Where a map has no other place, nothing is left to leave out."""
+    figure = places.mosaics({"one": np.full((1, 1, 1, 1), 3.0)}, [0], [0], "alike")
+    (image,) = figure.axes[0].get_images()
+    low, high = image.get_clim()
+    assert low < 3.0 < high  # matplotlib widens an empty range
+    maps = np.array([[[[9.0, 1.0], [2.0, 4.0]]]])
+    (image,) = places.mosaics({"one": maps}, [0], [0], "alike").axes[0].get_images()
+    assert image.get_clim() == (1.0, 4.0)

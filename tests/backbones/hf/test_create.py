@@ -247,6 +247,20 @@ def test_resized_vit_has_the_resampled_table_as_its_parameter():
     assert torch.equal(b.positions().table, new[0, 1:])
 
 
+def test_a_table_that_is_no_square_is_for_its_own_grid_alone():
+    b = create_backbone(transformers.ViTConfig(**VIT | {"image_size": (8, 16)}))
+    assert b.positions(b.grid).table.shape[0] == b.num_tokens
+    with pytest.raises(SitusError, match=r"no positions for a grid of 4x4: .* this table is not square$"):
+        b.positions((4, 4))
+
+
+def test_attention_to_a_second_model_is_refused():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=6)
+    config.add_cross_attention = True
+    with pytest.raises(SitusError, match=r"^GPT2Block: has cross-attention to the features of a second model; Situs"):
+        create_backbone(config).parts()
+
+
 def test_the_exported_rectangle_loads_in_transformers(tmp_path):
     b = make("vit_resized").float()
     b.model.save_pretrained(tmp_path)

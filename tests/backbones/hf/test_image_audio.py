@@ -46,6 +46,10 @@ def test_a_token_is_its_own_patch_and_places_count_mels_then_frames() -> None:
     assert torch.allclose(b.embed(x), by_hand, atol=1e-12)
     features = b.encode(b.embed(x), b.positions())
     assert torch.allclose(b.model.classifier.dense(b.pooled(features)), b(x), atol=1e-12)
+    assert b.head_input == "mean of the CLS and distillation tokens"
+    inside = "audio_spectrogram_transformer.embeddings"
+    assert b.prefix_names == (f"{inside}.cls_token", f"{inside}.distillation_token") and b.table_prefix == 2
+    assert set(b.prefix_names) <= set(b.model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["learned", "sincos", "none"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from situs.backbones.hf.layers import own_names, own_state, quietly
+from situs.backbones.hf.layers import one_block, own_names, own_state, quietly
+from situs.errors import SitusError
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,6 +99,30 @@ def test_what_the_model_does_not_know_has_no_entry_and_keeps_its_name() -> None:
     assert own_state(model, state).keys() == {"classifier.weight", "layernorm.weight", "blocks.0.weight"}
 
 
+def test_a_tensor_that_transformers_makes_of_two_is_made(tmp_path: Path) -> None:
+    """SwiGLU's gate and up, which DINOv2's files hold in one tensor; what a file lacks, or has in another size, is
+    not made up."""
+    given, model = (make("swiglu", "Dinov2Model", seed) for seed in (0, 1))
+    with quietly():
+        given.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert not state.keys() >= given.state_dict().keys()
+    found = own_state(model, state)
+    assert found.keys() == given.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in given.state_dict().items())
+    lost = "layernorm.weight"
+    odd = {**state, "layernorm.bias": torch.zeros(3)}
+    del odd[lost]
+    found = own_state(model, odd)
+    assert found.keys() == given.state_dict().keys() - {lost} and found["layernorm.bias"].shape == (3,)
+
+
+def test_a_transformers_without_the_table_of_names_is_to_be_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(SitusError, match=r"^upgrade transformers: this version lacks transformers.conversion_mapping"):
+        own_names(make("bert", "BertModel", 0), ["pooler.dense.bias"])
+
+
 def test_quietly_gives_back_how_loud_it_was() -> None:
     logging = transformers.utils.logging
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -118,3 +144,27 @@ def test_quietly_gives_back_how_loud_it_was() -> None:
             assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, bar)
     finally:
         loudness(*before)
+
+
+def test_one_block_keeps_the_ids_that_few_words_have() -> None:
+    """And the names under which each config holds its layers, with the kind of the first one."""
+    bert = transformers.BertConfig(**BERT, pad_token_id=63, bos_token_id=64, eos_token_id=None)
+    assert one_block(bert) == {
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    assert one_block(transformers.GPT2Config(bos_token_id=3, eos_token_id=50256)) == {
+        "n_layer": 1,
+        "vocab_size": 64,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    qwen = one_block(transformers.Qwen2Config(num_hidden_layers=3, **windows))
+    assert (qwen["num_hidden_layers"], qwen["layer_types"]) == (1, ["full_attention"])
+    vit = transformers.ViTConfig(**VIT)
+    assert one_block(vit) == {"num_hidden_layers": 1} | {
+        name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in vit.to_dict()
+    }

@@ -274,11 +274,9 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
 
 
 def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
-    if kind == "none":
-        return backbone
     if kind == "relative":
         raise SitusError(
-            "positions='relative': Swin always keeps the relative bias of its windows; choose learned, sincos or none"
+            "positions='relative': Swin always keeps the relative bias of its windows; choose learned or sincos"
         )
     table = nn.Parameter(torch.empty(1, backbone.num_tokens, backbone.dim))
     fill_table(table, kind, backbone.grid)
