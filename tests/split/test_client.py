@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from builders import small_hf, small_swin, small_vit
 from served import on_a_socket
-from wired import OPTIM, TRAIN, Loader, Pair, Words, farthest, method_of, train_locally, vit
+from torch import Tensor
+from wired import OPTIM, SESSION, TRAIN, Loader, Pair, Words, farthest, method_of, train_locally, vit
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
@@ -17,7 +21,9 @@ from situs.data.loader import make_loader
 from situs.errors import SitusError
 from situs.locks.key import Key
 from situs.locks.veil import Veil, parse_veil
+from situs.split.client import READ_AGAIN, Client, RemoteText, RewoundError
 from situs.split.hiding import make_cut
+from situs.split.message import Message, RefusedError
 from situs.split.parts import Side, cut
 from situs.split.transport.connect import Connection
 from situs.train.optim import trains_few
@@ -261,3 +267,112 @@ def test_a_part_has_the_rate_of_the_whole(side: Side) -> None:
         parameter.requires_grad_("head" in name)
     assert trains_few(whole) == trains_few(cut(whole, side)) is False
     assert trains_few(frozen) and trains_few(cut(frozen, side))
+
+
+def answering(*answers: dict[str, Any]) -> tuple[Client, list[str]]:
+    """A client of a server that gives these facts, the last of them from then on; and the kinds of its questions."""
+    asked: list[str] = []
+
+    def call(message: Message, _: Any) -> Message:
+        asked.append(message.kind)
+        return Message("ok", answers[min(len(asked), len(answers)) - 1])
+
+    return Client(call, SESSION), asked
+
+
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_a_session_begins_at_a_checkpoint_that_the_client_has(step: int) -> None:
+    welcome = answering({"step": step, "incarnation": "a", "digest": "d"})[0].hello("x", {}, [2, 5])
+    assert (welcome.step, welcome.digest) == (step, "d")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": 3}, {"step": True}, {"step": 2.0}, {"step": None}, {"step": "2"}, {"incarnation": None}], ids=str
+)
+def test_a_server_that_begins_elsewhere_is_not_followed(wrong: dict[str, Any]) -> None:
+    client, _ = answering({"step": 2, "incarnation": "a"} | wrong)
+    with pytest.raises(SitusError, match=r"the server wants to start at step .*, but the client has no checkpoint"):
+        client.hello("x", {}, [1, 2])
+
+
+def test_after_a_gradient_that_is_no_number_nothing_is_sent_until_the_next_hello(tmp_path) -> None:
+    pair = Pair(vit, tmp_path)
+    client, z = pair.client, torch.randn(2, 17, 16)
+    client.hello(*pair.facts, [])
+    client.begin(0, 0.1)
+    flight = client.forward(z, None, (2, 17, 16))
+    client.output(flight)
+    assert not client.failed
+    client.backward(flight, torch.full_like(z, math.nan), 52)
+    assert client.failed
+    sent = len(pair.seen)
+    assert bool(client.input_gradient(flight).isnan().all()) and client.norms is None
+    client.end_step(None, fine=True)
+    client.begin(1, 0.1)
+    lost = client.forward(z.double(), None, (2, 9, 4))
+    found = client.output(lost)
+    assert (found.shape, found.dtype, lost.part) == ((2, 9, 4), torch.float64, 0) and bool(found.isnan().all())
+    client.backward(lost, torch.zeros(2, 9, 4), 52)
+    client.end_step(torch.tensor(1.0), fine=True)
+    client.flush()
+    assert len(pair.seen) == sent
+    client.hello(*pair.facts, [])
+    assert not client.failed
+    client.begin(0, 0.1)
+    assert client.output(client.forward(z, None, (2, 17, 16))).isfinite().all()
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_features_that_are_no_numbers_are_not_sent(tmp_path, odd: float) -> None:
+    pair = Pair(vit, tmp_path)
+    pair.client.hello(*pair.facts, [])
+    pair.client.begin(7, 0.1)
+    z = torch.zeros(2, 17, 16)
+    z[1, 3, 5] = odd
+    with pytest.raises(
+        SitusError, match="the features of step 7 contain NaN or infinite numbers, so they are not sent"
+    ):
+        pair.client.forward(z, None, (2, 17, 16))
+    assert [message.kind for message in pair.seen] == ["hello"]
+
+
+def test_a_server_that_comes_back_with_other_weights_is_left() -> None:
+    first = {"step": 0, "incarnation": "a", "digest": "one"}
+    client, asked = answering(first, first | {"incarnation": "b"}, first | {"digest": "two"})
+    client.hello_reading("x")
+    client.reopen()
+    assert client._incarnation == "b"
+    with pytest.raises(SitusError, match="its weights have changed \\(they are now of step 0\\)") as told:
+        client.reopen()
+    assert told.value.field == "server" and asked == ["hello"] * 3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["forgotten", "restarted"])
+def test_a_text_that_is_lost_every_time_is_given_up(again: bool) -> None:
+    asked, opened = [], []
+
+    def extend(number: int, start: int, z: Tensor) -> Tensor:
+        asked.append((number, start, z.shape[1]))
+        if len(asked) == 1:
+            return z[:, -1:]
+        raise RewoundError("anew") if again else RefusedError("unknown", "length")
+
+    text = RemoteText(cast(Client, SimpleNamespace(extend=extend, reopen=lambda: opened.append(True))), 4)
+    text.extend(torch.zeros(1, 3, 2))
+    with pytest.raises(SitusError, match=f"lost the state of this text {READ_AGAIN} times in a row") as told:
+        text.extend(torch.zeros(1, 1, 2))
+    assert told.value.field == "server"
+    assert asked == [(4, 0, 3), (4, 3, 1), *[(4, 0, 4)] * (READ_AGAIN - 1)]  # all of it, after the first time
+    assert len(opened) == (READ_AGAIN if again else 0)
+
+
+def test_a_text_that_is_refused_is_not_sent_again() -> None:
+    asked = []
+
+    def extend(*given: Any) -> Tensor:
+        asked.append(given)
+        raise RefusedError("no", "full")
+
+    with pytest.raises(RefusedError, match="no"):
+        RemoteText(cast(Client, SimpleNamespace(extend=extend)), 1).extend(torch.zeros(1, 1, 2))
+    assert len(asked) == 1

@@ -18,7 +18,7 @@ from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.locks.veil import noise_unit
 from situs.models import open_model
-from situs.split.generate import Writer, decoded, generate, open_writer
+from situs.split.generate import Writer, choose, decoded, generate, open_writer
 from situs.split.message import Message, RefusedError, encode
 from situs.split.parts import layout
 from situs.split.server import Limits, Server
@@ -296,6 +296,46 @@ def test_text_comes_in_whole_characters(tmp_path) -> None:
         assert "".join(pieces) == text and all(len(piece) == 1 for piece in pieces)
         cut = list(decoded(tokeniser, prompt, iter(ids[:-6])))  # within the face
         assert "".join(cut).rstrip("\ufffd") == text[:-5]
+
+
+def test_a_text_ends_before_the_word_that_ends_texts(server, models) -> None:
+    folder = models("llama")
+    words = by_transformers(folder, 6)
+    end = next(number for number in words[2:] if number not in words[:2])
+    with open_writer(folder, through(server)) as writer:
+        assert end not in writer.ends
+        writer.ends = frozenset({end})
+        assert list(writer.tokens(IDS, max_tokens=6)) == words[: words.index(end)]
+        assert writer.count == words.index(end)
+        writer.ends = frozenset({words[0]})
+        assert list(writer.write(PROMPT, max_tokens=6)) == []
+
+
+def test_one_prompt_is_continued_as_a_writer_does(server, models) -> None:
+    folder, options = models("llama"), {"max_tokens": 5, "temperature": 0.7}
+    with open_writer(folder, through(server)) as writer:
+        wanted = [list(writer.write(PROMPT, seed=seed, **options)) for seed in (1, 2)]
+    assert wanted[0] != wanted[1]
+    for seed, pieces in zip((1, 2), wanted, strict=True):
+        assert list(generate(folder, PROMPT, through(server), seed=seed, **options)) == pieces
+
+
+def test_logits_that_are_no_numbers_choose_no_word() -> None:
+    chance = torch.Generator().manual_seed(0)
+    assert choose(torch.tensor([0.0, 3.0, 1.0]), 0.0, chance) == 1
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(SitusError, match="the logits computed from the server's output contain NaN") as told:
+                choose(torch.tensor([0.0, odd, 1.0]), temperature, chance)
+            assert told.value.field == "server"
+
+
+def test_words_are_drawn_by_their_shares() -> None:
+    chance, logits = torch.Generator().manual_seed(0), torch.tensor([0.0, 1.0, 2.0, -1.0])
+    for temperature in (0.5, 1.0, 2.0):
+        drawn = torch.tensor([choose(logits, temperature, chance) for _ in range(2000)]).bincount(minlength=4) / 2000
+        shares = (logits / temperature).exp() / (logits / temperature).exp().sum()
+        assert float((drawn - shares).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from served import CONFIG, steps
 
 from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
+from situs.errors import SitusError
+from situs.locks.key import Key, write_key
 from situs.models.model import feature_defence_of
-from situs.split.hiding import SAMPLES, Hide, noise_scale, read_hiding
+from situs.split.hiding import KEY, SAMPLES, Hide, Hiding, key_of, noise_scale, read_hiding
 from situs.split.run import train_split
 from situs.split.serving import make_server
 from situs.split.whole import merge
@@ -52,3 +55,18 @@ def test_a_run_keeps_its_scale_and_tells_nobody(tmp_path) -> None:
         assert feature_defence_of(tmp_path / f"whole{batch}") == ("noise=0.5", read_hiding(out).scale)
     assert len(scales) == 1 and scales != {1.0}
     assert not any(repr(scale)[:8] in line for scale in scales for line in told)
+
+
+def test_a_run_is_opened_with_the_key_it_was_trained_with(tmp_path) -> None:
+    key, other = Key(bytes(range(32))), Key(bytes(32))
+    assert key_of(tmp_path, Hiding(), other) is None  # nothing is hidden, so nothing is opened
+    for hiding in (Hiding(("columns",), key_id=key.id), Hiding(defence="noise=0.5", key_id=key.id)):
+        assert key_of(tmp_path, hiding, key) is key
+        with pytest.raises(SitusError, match=f"was trained with the key {key.id}, but this key is {other.id}") as told:
+            key_of(tmp_path, hiding, other)
+        assert told.value.field == "key"
+        with pytest.raises(SitusError, match=f"does not contain the key {key.id} of its training") as told:
+            key_of(tmp_path, hiding, None)
+        assert told.value.field == "key"
+    write_key(key, tmp_path / KEY)
+    assert key_of(tmp_path, Hiding(("rows",), key_id=key.id), None) == key

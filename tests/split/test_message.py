@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save
 
+from situs.errors import SitusError
 from situs.split.message import (
     CHUNK,
     KINDS,
+    LARGEST_HEADER,
     Body,
     Expected,
     Message,
@@ -22,6 +25,7 @@ from situs.split.message import (
     encode,
     finite,
     open_message,
+    unpacked,
 )
 
 
@@ -145,3 +149,25 @@ def test_bytes_beyond_or_short_of_the_header_and_numbers_that_are_none_are_refus
     truth[-1] = 7
     with pytest.raises(RefusedError, match="must be true or false"):
         Body(open_message(bytes(truth), KINDS)).message()
+
+
+def test_a_header_has_a_size_limit_at_the_sender_too() -> None:
+    least = len(next(iter(encode(Message("hello", {"x": ""})))))
+    room = LARGEST_HEADER - least
+    (fits,) = encode(Message("hello", {"x": "a" * room}))
+    assert len(fits) == LARGEST_HEADER and open_message(fits, KINDS).facts == {"x": "a" * room}
+    with pytest.raises(SitusError, match=r"a header of 262,15\d bytes, but at most 262,144 bytes are allowed"):
+        next(iter(encode(Message("hello", {"x": "a" * (room + 8)}))))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 5), (2, 5, 1), (10,)])
+def test_a_mask_has_a_place_for_each_token(shape: tuple[int, ...]) -> None:
+    z = torch.ones(2, 5, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, False, False, False, False], [True] * 5])
+    found = unpacked(Message("infer", {}, {"z": z, "mask": mask}), torch.float32)
+    assert found[0] is z and found[1] is mask
+    assert unpacked(Message("infer", {"wire": "F64"}, {"z": z}), torch.float32)[0].dtype == torch.float32
+    for wrong in (torch.ones(shape, dtype=torch.bool), mask & torch.tensor([[False], [True]])):
+        said = f"the mask has the shape {list(wrong.shape)}; it must have the shape [2, 5], and at least one token"
+        with pytest.raises(RefusedError, match=re.escape(said)):
+            unpacked(Message("infer", {}, {"z": z, "mask": wrong}), torch.float32)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from wired import TRAIN, Loader, Pair, farthest, method_of, train_locally, vit
 
+from situs.errors import SitusError
 from situs.split import remote
 from situs.split.client import RewoundError
 from situs.split.message import RefusedError
@@ -143,3 +144,17 @@ def test_a_frozen_embedding_and_a_step_that_is_given_up(tmp_path, monkeypatch) -
     with pytest.raises(RewoundError):
         lost.run(Loader())
     assert len(given_up) == 2
+
+
+def test_only_the_output_of_all_blocks_is_there(tmp_path) -> None:
+    pair = Pair(vit, tmp_path)
+    pair.client.hello(*pair.facts, [])
+    backbone, x = pair.method.backbone.eval(), torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        stream = backbone.assemble(backbone.embed(x), backbone.positions())
+        assert backbone.blocks(stream).z.shape == (2, 17, 16)
+        kinds = [message.kind for message in pair.seen]
+        for keys, taps in ((None, (lambda number, z: None,)), (9, ())):
+            with pytest.raises(SitusError, match="its blocks are on a server, so only the output of the last block"):
+                backbone.run_layers(stream, keys, taps)
+    assert kinds == ["hello", "infer"] == [message.kind for message in pair.seen]

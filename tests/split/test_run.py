@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -20,13 +21,15 @@ from situs.measure.hooks import validation_hooks
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.start import starting
-from situs.split.hiding import Hide
-from situs.split.message import Message
-from situs.split.run import train_split
+from situs.split import run
+from situs.split.hiding import Hide, read_hiding
+from situs.split.message import Message, RefusedError
+from situs.split.run import SplitFolder, train_split
+from situs.split.serving import make_server
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG
-from situs.split.whole import merge, open_split
+from situs.split.whole import merge, open_split, session_folder
 from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder, folder
 from situs.train.run import train_run
@@ -349,3 +352,126 @@ def test_what_a_split_training_refuses(tmp_path) -> None:
     with pytest.raises(SitusError, match="give either a new folder or a run to resume"):
         train_split(CONFIG, None)
     assert not (tmp_path / "no").exists()
+
+
+def test_one_process_is_the_client(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("situs.split.run.distributed.world", lambda: 2)
+    with pytest.raises(SitusError, match="split training runs in one process, but torchrun has started several"):
+        train_split(CONFIG, None, out=tmp_path / "no", device="cpu")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_server_that_starts_anew_again_and_again_is_left(tmp_path, monkeypatch, done: int) -> None:
+    monkeypatch.setattr(run, "MAX_REWINDS", 2)
+    server, kinds = make_server(steps(3), tmp_path / "server", device="cpu"), []
+
+    def call(message, _):
+        kinds.append(message.kind)
+        if message.kind == "forward" and message.facts["step"] == done:
+            raise RefusedError("the session has been restarted", "anew")
+        return server.answer("me", message)
+
+    said = "went back to a checkpoint 2 times without completing a step; the last error: the session has"
+    with pytest.raises(SitusError, match=said):
+        train_split(steps(3, save_every=1), call, out=tmp_path / "split", device="cpu", quiet=True)
+    assert kinds.count("hello") == 3
+
+
+def test_a_server_that_starts_anew_once_a_step_costs_no_patience(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run, "MAX_REWINDS", 1)
+    config, lost = steps(3, save_every=1), set()
+    server = make_server(config, tmp_path / "server", device="cpu")
+
+    def call(message, _):
+        if message.kind == "forward" and (step := message.facts["step"]) not in lost:
+            lost.add(step)
+            raise RefusedError("the session has been restarted", "anew")
+        return server.answer("me", message)
+
+    train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
+    assert len(lost) == RunFolder.open(tmp_path / "split").newest().step == 3
+
+
+def test_a_checkpoint_that_disappears_is_missed(tmp_path) -> None:
+    folder = SplitFolder.create(tmp_path / "run", {})
+    folder.limit = 3
+    with pytest.raises(SitusError, match="the checkpoint of step 3 has disappeared"):
+        _ = folder.start
+    folder.limit = 0
+    assert folder.start is None
+
+
+# --- both parts together --------------------------------------------------------------------------------------------
+
+
+def parts(out, *, shared: bool = False, count: int = 4):
+    """A client's run and its server's folder, after so many steps with a checkpoint every second."""
+    config = steps(count)
+    server = make_server(config, out / "server", shared=shared, device="cpu")
+    call = lambda message, _: server.answer("me", message)  # noqa: E731
+    train_split(config, call, out=out / "split", device="cpu", quiet=True)
+    return out / "split", out / "server", call
+
+
+def test_blocks_that_clients_share_are_joined_as_they_are_now(tmp_path) -> None:
+    one, server, _ = parts(tmp_path, shared=True)
+    assert merge(one, server, tmp_path / "whole") == 4
+    whole, blocks = RunFolder.open(tmp_path / "whole").newest(), RunFolder.open(server / "shared").newest()
+    for file in ("model", "optimizer"):
+        joined, mine = whole.tensors(file), RunFolder.open(one).newest().tensors(file)
+        theirs = blocks.tensors(file)
+        assert joined.keys() == mine.keys() | theirs.keys() and not mine.keys() & theirs.keys()
+        assert all(torch.equal(joined[name], value) for part in (mine, theirs) for name, value in part.items())
+
+
+def test_parts_without_a_common_checkpoint_are_not_joined(tmp_path) -> None:
+    one, server, _ = parts(tmp_path)
+    theirs = session_folder(server, read_hiding(one).session).path / "checkpoints"
+    assert sorted(path.name[-1] for path in theirs.iterdir()) == ["2", "4"]
+    shutil.rmtree(theirs / "step-00000004")
+    assert merge(one, server, tmp_path / "older") == 2  # the newest that both have
+    shutil.rmtree(theirs / "step-00000002")
+    said = "no checkpoint in common: the client has the steps 2, 4, and the server has none"
+    with pytest.raises(SitusError, match=said):
+        merge(one, server, tmp_path / "whole")
+    with pytest.raises(SitusError, match=f"{tmp_path}: contains no blocks of the session {read_hiding(one).session}"):
+        merge(one, tmp_path, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_server_of_another_folder_has_no_checkpoint_of_a_run(tmp_path) -> None:
+    one, *_ = parts(tmp_path)
+    fresh = make_server(steps(4), tmp_path / "fresh", device="cpu")
+    with (
+        pytest.raises(SitusError, match=f"{one}: the server and this run have no checkpoint in common"),
+        open_split(one, lambda message, _: fresh.answer("me", message)),
+    ):
+        pass
+
+
+def test_blocks_are_not_served_in_half_precision_or_from_what_does_not_fit(tmp_path) -> None:
+    def served(**fields):
+        return make_server(replace(CONFIG, **fields), tmp_path / "server", device="cpu")
+
+    with pytest.raises(SitusError, match="precision='fp16'") as told:
+        served(train=replace(CONFIG.train, precision="fp16"))
+    assert told.value.field == "train.precision"
+    key = new_key(tmp_path / "key")
+    train_run(steps(1), out=tmp_path / "run", device="cpu", quiet=True)
+    export_run(tmp_path / "run", tmp_path / "export")
+    kept = lock(tmp_path / "export", key, tmp_path / "kept", withhold=["blocks=1"]).path
+    with pytest.raises(
+        SitusError, match=rf"{kept}: the lock withholds the tensor model\.blocks\.0\..*incomplete"
+    ) as told:
+        served(init=str(kept))
+    assert told.value.field == "init"
+    whole = lock(tmp_path / "export", key, tmp_path / "whole", withhold=["embedding"]).path
+    assert served(init=str(whole)).digest != served().digest
+    for shape in ({"depth": 3}, {"embed_dim": 32}):
+        wide = replace(CONFIG.backbone, model_args={"depth": 2, "embed_dim": 16, "num_heads": 2} | shape)
+        with pytest.raises(
+            SitusError, match=rf"{whole}: does not fit vit_.*: model\.blocks\..* is missing or has"
+        ) as told:
+            served(init=str(whole), backbone=wide)
+        assert told.value.field == "init"

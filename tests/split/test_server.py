@@ -9,8 +9,10 @@ import pytest
 import torch
 from wired import SESSION, Loader, Pair, vit
 
+from situs.backbones.base import Backbone
 from situs.split.client import Client, Flight, RewoundError
 from situs.split.message import CHUNK, Message, RefusedError, encode
+from situs.split.parts import layout
 from situs.split.server import Limits
 
 
@@ -265,6 +267,84 @@ def test_a_client_with_many_trainings_gives_way_to_one_with_none(tmp_path) -> No
     with pytest.raises(RefusedError, match="already stores 3 trainings"):  # of her own; others' do not count
         hello("eve", 3)
     hello("bob", 20)
+
+
+def test_shared_blocks_begin_where_their_server_ended(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, shared=True)
+    pair.client.hello(*pair.facts, [])
+    for step in range(2):
+        pair.client.begin(step, 0.1)
+        flight = flown(pair.client)
+        pair.client.backward(flight, features(), 52)
+        pair.client.input_gradient(flight)
+        pair.client.end_step(torch.tensor(1.0), fine=True)
+    pair.client.save(2)
+    again, fresh = (Pair(vit, out, shared=True).server.common for out in (tmp_path, tmp_path / "other"))
+    assert (again.updates, fresh.updates) == (pair.server.common.updates, 0) == (2, 0)
+    ended, started, first = (each.method.state_dict() for each in (pair.server.common, again, fresh))
+    assert all(torch.equal(started[name], value) for name, value in ended.items())
+    assert not all(torch.equal(first[name], value) for name, value in ended.items())
+
+
+@pytest.mark.parametrize("how", ["bye", "hello", "idle"])
+def test_who_leaves_in_the_middle_of_a_shared_step_holds_nobody_up(tmp_path, how: str) -> None:
+    pair = Pair(vit, tmp_path, shared=True, limits=Limits(clients=2, lease=1e6, idle=100))
+    one, two = pair.client, Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+        client.begin(0, 0.1)
+    flown(one)
+    with pytest.raises(RefusedError, match="another client's step"):
+        flown(two)
+    if how == "bye":
+        one.bye()
+    elif how == "hello":
+        one.hello(*pair.facts, [])
+    else:
+        pair.server.sessions[SESSION].last_message -= 101
+        Client(pair.call, "e" * 32).hello(*pair.facts, [])
+    assert pair.server.holder is None
+    two.begin(0, 0.1)
+    assert flown(two).pending is not None
+    assert len(pair.server.common._pending) == 1  # nothing of the other's is left
+
+
+def test_a_session_trains_or_reads_and_is_not_both(tmp_path) -> None:
+    pair = Pair(vit, tmp_path)
+    layouts = pair.facts[0], layout(pair.method.backbone, any_length=True)
+    pair.client.hello(*pair.facts, [])
+    with pytest.raises(RefusedError, match=f"the session {SESSION} is open for training"):
+        pair.client.hello_reading(layouts[1])
+    pair.client.bye()
+    with pytest.raises(RefusedError, match=f"the session {SESSION} belongs to a training, so it cannot generate"):
+        pair.client.hello_reading(layouts[1])
+    reader = Client(pair.call, "f" * 32)
+    assert reader.hello_reading(layouts[1]).step == 0
+    assert reader.infer(features(), None, (2, 17, 16)).shape == (2, 17, 16)
+    with pytest.raises(RefusedError, match=f"the session {'f' * 32} is open for use without training"):
+        reader.hello(*pair.facts, [])
+    with pytest.raises(RefusedError, match="cannot continue a sequence"):
+        reader.text().extend(features(1)[:, :3])
+    with pytest.raises(RefusedError, match="a session without training accepts only"):
+        reader.save(1)
+
+
+def test_a_training_goes_on_only_with_the_weights_it_began_with(tmp_path) -> None:
+    first = Pair(vit, tmp_path)
+    first.client.hello(*first.facts, [])
+
+    def other() -> Backbone:
+        backbone = vit()
+        with torch.no_grad():
+            backbone.model.blocks[0].norm1.weight.add_(1)
+        return backbone
+
+    second = Pair(other, tmp_path)
+    with pytest.raises(RefusedError, match=f"the session {SESSION} began with other weights than this server") as told:
+        second.client.hello(*second.facts, [])
+    assert told.value.code == "model"
+    third = Pair(vit, tmp_path)
+    assert third.client.hello(*third.facts, []).digest == first.server.digest != second.server.digest
 
 
 # --- bytes that nobody should believe -----------------------------------------------------------------------

@@ -136,8 +136,6 @@ class SplitStepper(Stepper):
     def __init__(self, *args: Any, client: Client, order: Sequence[str], **options: Any) -> None:
         super().__init__(*args, **options)
         self.client, self.order = client, list(order)
-        if self.scaler is not None:
-            raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
         if self.ema is not None:
             self.ema.__class__ = SplitEma
             cast(SplitEma, self.ema).client = client

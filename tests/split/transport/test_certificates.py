@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import ssl
+from types import SimpleNamespace
 
 import pytest
 
 from situs.errors import SitusError
+from situs.split.transport import certificates
 from situs.split.transport.certificates import DenyList, fingerprint, make_certificates, read_credentials
 
 
@@ -73,3 +76,23 @@ def test_a_list_of_the_denied_is_read_again_when_it_changes(folder, tmp_path) ->
     file.unlink()
     assert denied("any name", pem)  # a list that is gone denies whom it denied
     assert not DenyList(None)("ann", pem)
+
+
+def test_a_certificate_is_valid_from_its_first_minute_to_its_last(folder, monkeypatch) -> None:
+    made = certificates._x509().load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    first, last = made.not_valid_before_utc, made.not_valid_after_utc
+    second = dt.timedelta(seconds=1)
+    for now, said in (
+        (first - second, rf"ca\.pem: is not valid before {first:%Y-%m-%d %H:%M} UTC"),
+        (last + second, rf"ca\.pem: expired on {last:%Y-%m-%d %H:%M} UTC"),
+        (first, None),
+        (last, None),
+    ):
+        clock = SimpleNamespace(now=lambda _, now=now: now)
+        monkeypatch.setattr(certificates, "dt", SimpleNamespace(UTC=dt.UTC, datetime=clock))
+        if said is None:
+            assert read_credentials(folder, "client").certificate
+            continue
+        with pytest.raises(SitusError, match=said) as told:
+            read_credentials(folder, "client")
+        assert told.value.field == "tls"

@@ -13,7 +13,8 @@ import torch
 from served import Proxy, serving
 
 from situs.errors import SitusError
-from situs.split.message import Expected, Message, RefusedError
+from situs.split.message import CHUNK, Expected, Message, RefusedError
+from situs.split.transport.certificates import Credentials
 from situs.split.transport.connect import Connection, PendingAnswer
 
 HELLO = Message("hello", {})
@@ -104,3 +105,86 @@ def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
             answers.update(wrong)
             with pytest.raises(RefusedError, match=reason):
                 call(HELLO, expected)
+
+
+def test_a_server_that_is_busy_is_asked_again_and_one_that_stays_busy_is_left(tmp_path) -> None:
+    with serving(tmp_path / "server") as server, Connection(server.address, None, patience=0.3) as call:
+        asked, most, really = [], [2], server.server.admit
+
+        def busy(*given):
+            asked.append(True)
+            if len(asked) <= most[0]:
+                raise RefusedError("too many messages are waiting already", "busy")
+            return really(*given)
+
+        server.server.admit, server.server.answer = busy, lambda *_: Message("ok")
+        assert call(HELLO, {}).kind == "ok"
+        assert (len(asked), call.again) == (3, 2)
+        most[0] = 10**6
+        with pytest.raises(SitusError, match=r"no answer for \d+ s: the server refuses: too many messages") as told:
+            call(HELLO, {})
+        assert told.value.field == "server"
+
+
+def test_a_question_that_is_dropped_is_not_asked_again(tmp_path) -> None:
+    with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
+        asked, go_on = [], threading.Event()
+
+        def slow(*_):
+            asked.append(True)
+            go_on.wait(5)
+            return Message("ok")
+
+        server.server.answer = slow
+        question = call.submit(HELLO, {})
+        while not asked:
+            time.sleep(0.01)
+        question.cancel()
+        go_on.set()
+        time.sleep(0.2)
+        assert len(asked) == 1 and call.again == 0
+        assert call(HELLO, {}).kind == "ok"
+
+
+def test_what_does_not_fit_in_one_chunk_comes_back_as_it_went(tmp_path) -> None:
+    z = torch.randn(2, CHUNK // 4 + 5)
+    expected = {"z": Expected({"F32"}, ((2, 2), (z.shape[1], z.shape[1])))}
+    with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
+        server.server.expected = lambda *_: expected
+        server.server.answer = lambda _, message: Message("ok", {}, message.tensors)
+        assert torch.equal(call(Message("infer", {}, {"z": z}), expected).tensors["z"], z)
+
+
+@pytest.mark.parametrize(
+    ("details", "met", "shown", "said"),
+    [
+        ("Connection refused", False, False, "nothing listens there"),
+        ("failed to connect; last error: Connection refused (111)", True, False, "nothing listens there any more"),
+        (
+            "Handshake failed",
+            True,
+            True,
+            "its certificate was issued by another authority, has expired, or is for another",
+        ),
+        ("Socket closed", False, False, "the server closed the connection at once, so it requires certificates (TLS)"),
+        (
+            "reset by peer",
+            False,
+            True,
+            "the server closed the connection at once, so it requires another certificate, or",
+        ),
+        ("Socket closed", True, False, "Socket closed"),
+        ("all addresses failed; last error: Network is unreachable", False, False, "Network is unreachable"),
+        ("x" * 300, False, False, "x" * 200),
+        ("", False, False, "FailureError"),
+    ],
+)
+def test_the_reason_is_the_end_of_a_sentence(details: str, met: bool, shown: bool, said: str) -> None:
+    class FailureError(Exception):
+        def details(self) -> str:
+            return details
+
+    with Connection("127.0.0.1:1", None) as call:
+        call._met, call.credentials = met, Credentials(b"", b"", b"") if shown else None
+        found = call._why(FailureError())
+    assert found.startswith(said) and (len(found) == len(said) or said.endswith((" or", "another")))
