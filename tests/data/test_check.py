@@ -14,9 +14,11 @@ from image_files import encoded, write
 from masked import write_ade
 from PIL import Image
 
-from situs.data.check import KINDS, check
+from situs.data.check import KINDS, check, survey
 from situs.data.modalities.mask import MaskConfig
+from situs.data.open import open_source
 from situs.data.pack import PackConfig, pack
+from situs.data.sources.memory import addressed
 from situs.errors import SitusError
 
 
@@ -111,6 +113,18 @@ def test_a_clean_set_and_a_grey_one(tmp_path):
 def test_pixels_without_files():
     found = check("samples", splits=["test"], workers=0)
     assert found.counts["broken"] == 0 and sum(found.images.values()) == sum(found.classes.values())
+
+
+def test_images_in_memory_are_surveyed_as_files_are() -> None:
+    grey, colour = (np.asarray(noise(1).convert(mode)) for mode in ("L", "RGB"))
+    source = open_source(addressed([grey, colour, colour / 255, colour, colour[:, :7]]))
+    rows, issues = survey(source, True, [0, 1, 2, 3, 4])
+    assert issues == [(2, "deep", "")]
+    assert rows["grey"].tolist() == [True, False, False, False, False]
+    assert rows["label"].tolist() == [-1] * 5 and not rows["broken"].any()
+    assert rows["height"].tolist() == [20] * 5 and rows["width"].tolist() == [24, 24, 24, 24, 7]
+    for column in ("pixels", "data"):
+        assert rows[1][column] == rows[3][column] and len({*rows[column].tolist()}) == 4
 
 
 @pytest.mark.parametrize("kind", ["parquet", "webdataset"])

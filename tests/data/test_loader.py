@@ -146,6 +146,30 @@ def test_auto_streams_what_does_not_fit():
     assert holds(make_loader(SMALL, recipe("crop"), source=small()))
 
 
+def test_blocks_are_asked_of_a_set_that_has_some(photographs):
+    config = DataConfig(path=str(photographs), img_size=16, batch=10, workers=0, order="blocks", resident="never")
+    said = f"order='blocks': must be exact, because {photographs.name} is not read in blocks"
+    with pytest.raises(SitusError, match=f"^{said}$") as caught:
+        make_loader(config, recipe("crop"))
+    assert caught.value.field == "order"
+    assert make_loader(replace(config, split="train"), None).order == ""  # an evaluation keeps the set's order
+
+
+def test_a_compiled_loader_fuses_its_augmentation_and_gives_the_same_batches(monkeypatch):
+    asked = []
+
+    def fuse(function, **options):
+        asked.append(options)
+        return lambda *given, **named: asked.append("called") or function(*given, **named)
+
+    monkeypatch.setattr(torch, "compile", fuse)
+    plain, fused = (make_loader(SMALL, recipe("crop"), source=small()) for _ in range(2))
+    assert fused.compile() is fused
+    for one, other in zip(plain.iterate(1), fused.iterate(1), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(tensors(one), tensors(other), strict=True))
+    assert asked == [{"fullgraph": True}, *["called"] * plain.steps_per_epoch]
+
+
 @pytest.mark.parametrize(
     ("own", "size", "held"),
     [

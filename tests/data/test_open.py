@@ -13,7 +13,8 @@ import pytest
 import torch
 from image_files import png, write
 
-from situs.data.open import ALL, _prefix, judged_split, open_source
+from situs.data.config import DataConfig
+from situs.data.open import ALL, _prefix, judged_split, open_source, resolve
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
@@ -67,6 +68,29 @@ def test_splits_that_are_read_together_keep_their_names_apart(tmp_path):
     assert _prefix("https://host/set", "train") == ""
     (tmp_path / "train-00000.tar").touch()  # shards beside them name their own samples
     assert _prefix(tmp_path, "train") == ""
+
+
+@pytest.mark.parametrize("splits", [["train"], ["train", "val"], ["val", "test"], []])
+def test_all_splits_are_all_there_are(tmp_path, splits):
+    for number, split in enumerate(splits):
+        write(tmp_path / split / "cat/1.png", png(number))
+    write(tmp_path / "cat/1.png", png(0)) if not splits else None
+    source = open_source(tmp_path, ALL, held_out=0.5)  # which holds nothing out
+    assert everything(source) == [(number, 0) for number in range(max(1, len(splits)))]
+    prefix = [f"{split}/" for split in splits] if len(splits) > 1 else [""]
+    assert [source.key(index) for index in range(len(source))] == [f"{each}cat/1.png" for each in prefix]
+
+
+@pytest.mark.parametrize("channels", [0, -1])
+def test_channels_are_at_least_one(channels):
+    with pytest.raises(SitusError, match=f"^channels={channels}: must be at least 1$") as caught:
+        open_source("samples", channels=channels)
+    assert caught.value.field == "channels"
+    assert open_source("samples", channels=1).read(0)["image"].shape == (1, 28, 28)
+
+
+def test_a_config_without_data_is_complete():
+    assert resolve(DataConfig()) == DataConfig() and resolve(DataConfig(kind="series")) == DataConfig(kind="series")
 
 
 def test_tiny_imagenet_as_it_is_unpacked(tmp_path):

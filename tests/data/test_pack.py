@@ -130,6 +130,26 @@ def test_pixels_without_files_and_one_split_of_two(tmp_path):
     for index in (0, 7, len(before) - 1):
         assert torch.equal(after.read(index)["image"], before.read(index)["image"])
         assert after.read(index)["label"] == before.read(index)["label"]
+    again = pack("samples", tmp_path / "out", PackConfig(), splits=["test"], workers=0)
+    [row] = again.summary().tables[0].rows
+    assert [row[at] for at in (0, 1, 4, 5)] == ["test", 2000, None, 0]  # they took no MiB before
+
+
+def test_the_classes_of_splits_must_agree(tmp_path):
+    import pyarrow as pa
+
+    def split(name: str, classes: list[str]) -> None:
+        rows = pa.table({"image": [{"bytes": noise(1), "path": None}], "label": [0]})
+        described = json.dumps({"info": {"features": {"label": {"names": classes}}}})
+        pq.write_table(rows.replace_schema_metadata({"huggingface": described}), tmp_path / "set" / f"{name}.parquet")
+
+    (tmp_path / "set").mkdir()
+    split("train", ["cat"])
+    split("val", ["cat", "dog"])  # a split may lack the last ones
+    assert pack(tmp_path / "set", tmp_path / "out", workers=0).manifest["classes"] == ("cat", "dog")
+    split("val", ["dog", "cat"])
+    with pytest.raises(SitusError, match=r"^set \(val\): its classes differ from those of the other splits$"):
+        pack(tmp_path / "set", tmp_path / "other", workers=0)
 
 
 @FORMATS

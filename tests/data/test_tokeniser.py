@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,27 @@ WORDS = [
 ]
 NEW = ["🎉", "nearly", "行", "outplayed"]
 """Words that no tokeniser has seen: several ids each, of bytes several a letter."""
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_a_damaged_file_beside_the_tokeniser_is_named(name: str, tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    assert (Tokeniser(tmp_path).pad, Tokeniser(tmp_path).end) == (0, None)
+    for content, pad in ((b"[1]", 0), (b'{"pad_token": "b", "pad_token_id": 1}', 1)):
+        (tmp_path / name).write_bytes(content)
+        assert Tokeniser(tmp_path).pad == pad
+    for content, said in ((b"{", "Expecting property name"), (b"\xff", "'utf-8' codec can't decode")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SitusError, match=rf"{name}: cannot be read: {said}") as error:
+            Tokeniser(tmp_path)
+        assert error.value.field == "text.tokeniser"
+
+
+def test_without_the_package_one_sentence_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SitusError, match=r"reading text needs the package 'tokenizers': pip install 'situs\[hf\]'"):
+        Tokeniser(tmp_path)
 
 
 @pytest.fixture(scope="module", params=["bytes", "unigram", "bpe"])

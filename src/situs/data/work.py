@@ -30,9 +30,6 @@ class _Work(Dataset[Any]):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 
-    def __getitem__(self, task: Any) -> Any:
-        return self.__getitems__(task)
-
     def __getitems__(self, task: Any) -> Any:
         try:
             return self.function(task)

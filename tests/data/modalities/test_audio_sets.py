@@ -261,6 +261,42 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     assert source.classes is None and any("stray.wav lies beside folders with samples" in note for note in source.notes)
 
 
+def test_clips_that_the_lists_leave_out_or_name_twice_are_told(folder: Path, tmp_path: Path) -> None:
+    for word in ("yes", "no"):
+        (tmp_path / word).symlink_to(folder / word)
+    one = "yes/00000003_nohash_0.wav"
+    (tmp_path / "validation_list.txt").write_text(f"{one}\n")
+    with pytest.raises(SitusError, match=f"^{tmp_path}: has no clips of the split 'test'$") as stop:
+        opened(tmp_path, "test")
+    assert stop.value.field == "split"
+    (tmp_path / "testing_list.txt").write_text(f"no/00000003_nohash_1.wav\n./{one}\n")
+    with pytest.raises(SitusError, match=rf"testing_list\.txt: {one} is in validation_list\.txt as well$"):
+        opened(tmp_path)
+
+
+def test_a_clip_of_the_task_tells_which_file_it_is(folder: Path) -> None:
+    source = opened(folder, "val", audio=EMPTY)
+    for index in range(len(source)):
+        whole, row = source.origin(index)
+        assert whole.key(row) == source.key(index)
+        assert torch.equal(whole.read(row)["wave"], source.read(index)["wave"])
+        assert (whole is source) == (source.label(index) == 0)
+    assert [source.key(index) for index in range(len(source)) if source.label(index) == 0] == [
+        f"{SILENCE}/0",
+        f"{SILENCE}/1",
+    ]
+
+
+def test_a_folder_of_noise_that_is_not_there_is_told(folder: Path, tmp_path: Path) -> None:
+    elsewhere = AudioConfig(task="commands", noise=str(tmp_path / "hum"))
+    with pytest.raises(SitusError, match=f"^{tmp_path}/hum: no such folder of background noise$") as stop:
+        opened(folder, audio=elsewhere)
+    assert stop.value.field == "audio.noise"
+    (tmp_path / "hum").symlink_to(folder / "_background_noise_")
+    moved, beside = (opened(folder, audio=audio) for audio in (elsewhere, COMMANDS))
+    assert torch.equal(moved.read(len(moved) - 1)["wave"], beside.read(len(beside) - 1)["wave"])
+
+
 def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path) -> None:
     for each in folder.iterdir():
         (tmp_path / each.name).symlink_to(each)

@@ -18,7 +18,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.mask import MaskConfig, MaskPipeline, _extent
 from situs.data.sources.base import Source
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 SIZE = (24, 32)
 NORMALISATION = (torch.zeros(3), torch.ones(3))
@@ -150,6 +150,20 @@ def test_large_images_are_shrunk_with_their_masks() -> None:
         replace(AUGMENT, scales=(1.0, 4.0)),
     )  # crops of half a side
     assert closer.fetch(0, 0, 0)["image"].shape[1:] == (48, 72)
+
+
+@pytest.mark.parametrize("augment", [AUGMENT, None])
+def test_a_thread_of_an_image_is_broken(augment: AugmentConfig | None) -> None:
+    """Sixteen times as long as wide is still a picture."""
+    source, config = (
+        _Held([(4, 64), (64, 4), (4, 65), (65, 4)]),
+        DataConfig(img_size=SIZE, mean=(0.0,) * 3, std=(1.0,) * 3),
+    )
+    pipeline = MaskPipeline(source, config, augment)
+    assert [pipeline.fetch(row, 0, row)["mask"].shape == (4, 64) for row in (0, 1)] == [True, False]
+    for row, sides in ((2, "4 × 65"), (3, "65 × 4")):
+        with pytest.raises(BrokenSampleError, match=f"image {row}: is {sides}, more than 16 times as long as wide$"):
+            pipeline.fetch(row, 0, row)
 
 
 def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_a_number_beyond_all_tables_is_no_class(number: int) -> None:
         to_classes(torch.tensor([[0, number]]), MaskConfig(), 2, "x")
 
 
+def test_classes_end_where_the_numbers_of_a_file_do() -> None:
+    assert to_classes(torch.tensor([[65534, 65535]]), MaskConfig(65534, ()), 2, "x").tolist() == [[0, 1]]
+    with pytest.raises(SitusError, match=r"^class number 65,536: numbers in a mask must be below 65,536$") as error:
+        to_classes(torch.tensor([[65534, 65535]]), MaskConfig(65534, ()), 3, "x")
+    assert error.value.field == "masks.first"
+
+
 def test_255_is_asked_about_where_it_is_no_class() -> None:
     with pytest.raises(BrokenSampleError, match=r"1 to 2 \(0 means no class\); if 255 means no class, add 255"):
         to_classes(torch.tensor([[1, 255]]), MaskConfig(1, (0,)), 2, "x")

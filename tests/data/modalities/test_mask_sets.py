@@ -125,6 +125,10 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "annotations" / "validation").rmdir()
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
+    for file in (tmp_path / "images" / "training").iterdir():
+        file.rename(file.with_suffix(".txt"))
+    with pytest.raises(SitusError, match=r"images/training: contains no images$"):
+        open_source(tmp_path, target="mask", masks=ADE)
     with pytest.raises(
         SitusError, match="samples: contains only images and their classes; to read images with masks, give a path"
     ):

@@ -124,6 +124,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     "name twice": (edit("categories", 0, name="rectangle"), "has two categories with the name 'rectangle'"),
     "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9 pixels, but the image has 40"),
     "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "add up to 7 pixels, but the"),
+    "negative": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [2401, -1]}), "lengths that are neg"),
+    "halves": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [2.5, 2397.5]}), "not whole numbers"),
+    "no counts": (edit("annotations", 0, segmentation={"size": [40, 60]}), "has run lengths that are negative or not"),
+    "other signs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": "ä"}), "has run lengths that"),
+    "odd polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "a polygon that is not a list of"),
     "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is not a list of numbers"),
     "list for an image": (edit("annotations", 0, image_id=[1]), r"1 belongs to the image \[1\], but no image has"),
     "list for a category": (edit("annotations", 0, category_id=[2]), r"has the category \[2\], but the categories"),
@@ -256,6 +261,21 @@ def test_run_lengths_may_begin_with_the_object(tmp_path: Path) -> None:
     inside = torch.zeros(2400, dtype=torch.bool)
     inside[:45] = inside[2048:] = True
     assert torch.equal(mask, inside.view(60, 40).T)
+
+
+def test_run_lengths_may_be_packed_as_coco_packs_them(tmp_path: Path) -> None:
+    from faster_coco_eval.core import mask as api
+
+    inside = np.zeros((40, 60), np.uint8)
+    inside[3:17, 20:44] = 1
+    packed = api.encode(np.asfortranarray(inside))
+
+    def change(told: dict[str, Any]) -> None:
+        told["annotations"][0]["segmentation"] = {"size": [40, 60], "counts": packed["counts"].decode()}
+
+    write_coco(tmp_path, {"train": 1}, change)
+    mask = unpack_masks(opened(tmp_path).read(0)["masks"], torch.tensor([0]))[0]
+    assert torch.equal(mask, torch.from_numpy(inside).bool())
 
 
 def test_annotations_are_of_the_photograph_turned_upright(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ def _unpackable() -> bytes:
         ("a.npy", np.arange(3) * 1j, "contains complex128; a recording must contain real numbers"),
         ("a.npy", np.arange(3).astype("datetime64[s]"), "contains datetime64"),
         ("a.npy", np.array(["a", "b"]), "contains <U1"),
+        ("a.npy", np.zeros((2, 3, 4)), r"has the shape \[2, 3, 4\]; a recording must be \[T\] or \[C, T\]"),
+        ("a.npy", np.array(5.0), r"has the shape \[\]; a recording must be"),
+        ("a.npz", b"PK\5\6" + bytes(18), r"cannot be read as an array \(it is empty\)"),
     ],
 )
 @pytest.mark.parametrize("stride", [None, 2])
@@ -251,6 +254,38 @@ def test_rows_of_parquet_are_channels_by_column(tmp_path: Path) -> None:
     assert kind_of(tmp_path) == "series"
     nested = open_source(tmp_path)
     assert nested.read(0)["series"].tolist() == [[1, 2], [3, 4]] and nested.classes == ("0", "1", "2", "3")
+
+
+def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"signal": [[1.0, 2.0]], "side": ["left"]}), tmp_path / "train.parquet")
+    source = open_source(tmp_path, series=SeriesConfig(label="side"))
+    assert (source.classes, source.label(0)) == (("left",), 0)
+    for none in (open_source(tmp_path), open_source(tmp_path, labels=False, series=SeriesConfig(label="side"))):
+        assert (none.classes, none.label(0), sorted(none.read(0))) == (None, None, ["series"])
+    with pytest.raises(SitusError, match=r"train\.parquet: has no column 'part', only signal, side$") as stop:
+        open_source(tmp_path, series=SeriesConfig(label="part"))
+    assert stop.value.fields == ("series.label",)
+    pq.write_table(pa.table({"count": [1]}), tmp_path / "train.parquet")
+    with pytest.raises(SitusError, match=r"train\.parquet: has no column that contains lists of numbers$") as stop:
+        open_source(tmp_path, kind="series")
+    assert stop.value.fields == ("series.columns",)
+    (tmp_path / "notes.pdf").touch()
+    with pytest.raises(SitusError, match=r"notes\.pdf: must be a folder of \.npy or \.npz files, or parquet$"):
+        open_source(tmp_path / "notes.pdf", kind="series")
+
+
+def test_recordings_of_other_channels_are_named(recordings: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", wave(0, 0))
+    np.save(tmp_path / "b.npy", wave(0, 0, channels=1))
+    said = f"{tmp_path.name}: contains recordings of 2 channels, but b.npy has 1 channels$"
+    with pytest.raises(SitusError, match=said):
+        config(tmp_path)
+    loader = make_loader(config(recordings), None, source=open_source(tmp_path, kind="series"))
+    assert [batch.ids.tolist() for batch in loader] == [[0]]
+    assert loader.source.skipped == {1: f"{tmp_path.name}, b.npy: has 1 channels, but the model takes 2"}
 
 
 def test_channels_are_normalised_over_the_training_split(recordings: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 from sentences import lines
 from tiny_texts import WORDS, write_folder
 
-from situs.data.modalities.text import BlockSource, TextSource
+from situs.data.modalities.text import BlockSource, TextSource, read_table, text_of
 from situs.data.open import kind_of, open_source, splits_at
 from situs.data.sources.base import Wanted
+from situs.data.sources.subset import Subset
 from situs.data.text import TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
 from situs.errors import BrokenSampleError, SitusError
@@ -192,6 +194,76 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SitusError, match=r"tokenizer\.json: cannot be read"):
         Tokeniser(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (
+            "a.csv",
+            b"text,label, text\nw1,1,w2\n",
+            r"two of its columns have the same name \(text, label, text\)",
+        ),
+        ("a.jsonl", b'\n{"text": "w1"}\n \n["w1"]\n', r"line 4: must be a JSON object with a name for each value"),
+        ("a.pdf", b"%PDF", r"a\.pdf: sentences are read from \.parquet, \.csv, \.tsv, \.jsonl$"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: cannot be read \('utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_sentence(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SitusError, match=said) as error:
+        read_table(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_blank_lines_of_json_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "w1", "label": 1}\n  \n{"text": "w2"}\n\n')
+    assert read_table(tmp_path / "a.jsonl").columns == {"text": ["w1", "w2"], "label": [1, None]}
+
+
+def test_files_of_one_set_have_the_same_columns(tokeniser: str, tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", [{"said": "w1", "label": 1}])
+    for other, has in (({"told": "w2", "label": 1}, "('told', 'label')"), ({"said": "w2"}, "('said', None)")):
+        write(tmp_path / "train-1.jsonl", [other])
+        said = f"train-1.jsonl: its columns are {has}, but those of train-0.jsonl are ('said', 'label')"
+        with pytest.raises(SitusError, match=re.escape(said)):
+            read(tmp_path, tokeniser)
+    (tmp_path / "train-1.jsonl").unlink()
+    write(tmp_path / "train-0.jsonl", [{"said": "w1"}])
+    write(tmp_path / "val-0.jsonl", [{"said": "w1", "label": 1}])
+    assert read(tmp_path, tokeniser).classes is None
+    with pytest.raises(SitusError, match=r"train-0\.jsonl: has no column 'label' of labels, but other files") as error:
+        read(tmp_path, tokeniser, "val")
+    assert error.value.fields == ("text.label",)
+
+
+def test_plain_text_must_be_utf_8(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"w1 \xff")
+    with pytest.raises(SitusError, match=r"a\.txt: is not text in UTF-8 \('utf-8' codec can't decode byte 0xff in "):
+        open_source(tmp_path / "a.txt", text=TextConfig(tokeniser=tokeniser), target="words")
+
+
+def test_only_a_set_with_a_tokeniser_can_be_a_models_input(tokeniser: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": f"w{number}", "label": number % 2} for number in range(4)])
+    coded = read(file, tokeniser)
+    assert text_of(coded) is text_of(Subset(coded, 2)) is coded
+    with pytest.raises(SitusError, match=r"^a: its sentences were not tokenised$"):
+        text_of(read(file, None))
+
+
+def test_a_sentence_of_unknown_words_alone_is_broken(tmp_path: Path) -> None:
+    """Of a tokeniser that adds no ids of its own, and has none for what it does not know."""
+    from tokenizers import Tokenizer as Coder
+    from tokenizers import models, pre_tokenizers
+
+    coder = Coder(models.BPE(vocab={"w": 0}, merges=[]))
+    coder.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    coder.save(str(tmp_path / "tokenizer.json"))
+    file = write(tmp_path / "a.jsonl", [{"text": "w w", "label": 1}, {"text": "x y", "label": 0}])
+    source = read(file, str(tmp_path))
+    assert source.read(0)["ids"].tolist() == [0, 0]
+    with pytest.raises(BrokenSampleError, match=r"row 1: the sentence has no word that the tokeniser knows$"):
+        source.read(1)
 
 
 @pytest.mark.parametrize("unlabelled", [False, True])

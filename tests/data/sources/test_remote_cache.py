@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from situs.data.check import check, survey
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import open_source, splits_at
-from situs.data.pack import PackConfig, pack
+from situs.data.pack import PackConfig, _items, pack
 from situs.data.sources import remote, webdataset
 from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
@@ -417,7 +418,8 @@ def test_a_server_that_goes_away_blames_no_image(server, tmp_path):
     for file in folder.glob("train-*.tar"):
         remote._put_placeholder(file, remote._entry(file))
     server.files.clear()
-    for ask in (lambda: source.read(0), lambda: survey(source, True, [0])):
+    packing = partial(_items, source, PackConfig())
+    for ask in (lambda: source.read(0), lambda: survey(source, True, [0]), lambda: packing([0])):
         with pytest.raises(RemoteError, match=r"train-00000.tar: cannot be fetched \("):
             ask()
 

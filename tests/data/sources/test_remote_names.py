@@ -17,6 +17,11 @@ def test_patterns():
     for bad in ("s3://b/{}.tar", "s3://b/{a}.tar", "s3://b/{5..3}.tar", "s3://b/{0..200000}.tar"):
         with pytest.raises(SitusError, match="must"):
             expand(bad)
+    assert [len(expand(f"s3://b/{some}.tar")) for some in ("{1..100000}", "{0..9999}{0..9}")] == [100_000] * 2
+    with pytest.raises(SitusError, match=r"b/\{0..100000\}: \{0..100000\} must count upwards, over at most 100,000"):
+        expand("s3://b/{0..100000}")
+    with pytest.raises(SitusError, match="matches 100,001 addresses; at most 100,000 are allowed"):
+        expand("s3://b/{0..9090}-{1..11}.tar")
     with pytest.raises(SitusError, match="matches 1,000,000,000 addresses"):
         expand("s3://b/{0..999}{0..999}{0..999}.tar")
 
