@@ -44,7 +44,9 @@ def test_the_table_the_page_and_the_numbers(study: Path, tmp_path: Path, capsys:
     assert main(["study", "show", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == written
     assert main(["study", "show", str(tmp_path / "out"), "--ours"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == f"after MP3: ours = [{cell['ours']:.1f}]"
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"after MP3: ours = [[{cell['values']['0']:.1f}, {cell['values']['1']:.1f}]]"
+    )
 
 
 def test_what_is_left_or_diverged_is_the_status(study: Path, tmp_path: Path) -> None:

@@ -500,8 +500,9 @@ class Lock:
     """The locked folder (the output of situs lock)."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
-    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base. With
-    --images or --texts, the default is "no-base,images". With --base, public-base is added to the default."""
+    """Attacks, named after what the attacker has, comma-separated (base: the original model): no-base, images,
+    activations, public-base, drifted-base, labels. Default: no-base. With --images or --texts, the default is
+    "no-base,images". With --base, public-base is added to the default."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model that the attacker has: a training run, an export, a model folder, or a timm model name with

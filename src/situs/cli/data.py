@@ -24,7 +24,7 @@ FAILED = 3
 class Check:
     """Check every image of a data set before training. The check finds broken, grey, CMYK, 16-bit, very large, oddly
     shaped and duplicate images, and images of other splits that are also in the training split (leak). The check also
-    finds wrong checksums, and masks or objects that training cannot use.
+    finds wrong checksums, and annotations (masks or boxes) that training cannot use.
 
     If the check finds an issue of a kind listed in --fail-on, the exit status is 3. Otherwise, the exit status is 0.
 

@@ -414,7 +414,7 @@ class Position(MeasureArgs):
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: mask ratios (called η in MP3, and γ in DropPos). Default: 0,.25,.5,.75,.9 for MP3, and
     0,.25,.5,.75 for DropPos. With --kind all: fractions of patches to shuffle. Default: .15,.5,.9. The results contain
-    all of them, but the verdict (the summary in words) mentions only the first one."""
+    all fractions, but the verdict (the summary in words) mentions only the first fraction."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers, for DropPos: values of γ_pos, the fraction of visible patches whose position is dropped.

@@ -205,8 +205,8 @@ class Train(Recipe, ClientArgs):
     Default: no permutation."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """none (default), batch-shuffle=B (shuffle tokens among B samples), noise=σ (noise with a standard deviation σ
-    times the tokens'), or lowpass=r (keep the lowest fraction r of frequencies)."""
+    """none (default), batch-shuffle=B (shuffle tokens among B samples), noise=σ (its standard deviation is
+    σ times that of the tokens), or lowpass=r (keep the lowest fraction r of frequencies)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the messages: own (the precision of the model) or bf16 (bfloat16, which halves the size of fp32

@@ -420,8 +420,7 @@ def class_figures(
                (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
         Figure(
             "confusion",
-            f"For each true class: the percentage of its {things} that are predicted as each class{model}. The "
-            "diagonal shows right answers.",
+            f"How the {things} of each true class are predicted, in percent{model}. The diagonal shows right answers.",
             "figures.value_grids",
             ({"": (predicted, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
             {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},

@@ -37,11 +37,11 @@ OVERLAP = 0.5
 
 MEANING = f"""
 Average precision (AP) is computed as in COCO, in percent. The detections of a class are sorted by score. A detection is
-right if it overlaps an object of the same class enough, and no detection with a higher score has matched this object.
-Precision is averaged over recall from 0 to 1. This is done for ten required overlaps (intersection over union: .5, .55,
-… .95) and for each class that has objects. AP is the mean of all these averages. AP50 requires an overlap of .5, and
-AP75 of .75. Small objects have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100 best
-detections of an image are used. Detections inside a crowd are ignored.
+right if its overlap with an object of its class is large enough, and no detection with a higher score has matched this
+object. Precision is averaged over recall from 0 to 1. This is done for ten required overlaps (intersection over union:
+.5, .55, … .95) and for each class that has objects. AP is the mean of all these averages. AP50 requires an overlap of
+.5, and AP75 of .75. Small objects have fewer than 32² pixels, and large objects have more than 96² pixels. Only the 100
+best detections of an image are used. Detections inside a crowd are ignored.
 
 F1 and the tables of confused classes are not averages over recall: they come from counts of objects and detections.
 They use only detections with a score of {SURE} or more. Each detection is matched to the object (of any class) whose

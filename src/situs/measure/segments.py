@@ -175,7 +175,7 @@ def segment_figures(
         figures.append(Figure(name, caption, "figures.bars", values, {"digits": ".1f"}))
     if len(classes) <= CROSSED and name == "classes":
         shares = 100 * scores.answers.double() / scores.answers.sum(dim=1, keepdim=True)
-        caption = f"For each true class: the share of its pixels that are predicted as each class{model}."
+        caption = f"How the pixels of each true class are predicted{model}."
         values = ({"": (shares, "% of the class's pixels")}, classes, classes, "predicted", "true")
         figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))
     return figures

@@ -130,8 +130,8 @@ def _check_names(study: Study, jobs: Jobs) -> None:
             raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
             raise SitusError(
-                f"{where}: names the job {job!r}, but not which number of its results to use; set the key 'figure' to "
-                "the path of this number, such as rows[ratio=0].top1",
+                f"{where}: names the job {job!r}, but not which value in its results to use; set the key 'figure' to "
+                "the path of this value, such as rows[ratio=0].top1",
                 field=where,
             )
         try:

@@ -115,7 +115,9 @@ def test_a_base_that_reveals_nothing_is_not_the_last_word(attacks: list[KeyRecov
     audit = LockAudit("m", (64,), 0, tuple(attacks), published="vit_x")
     assert ("The tested base model revealed nothing. Another base model may reveal the key." in audit.verdict) == said
     tested = attacks[0].attacker != "no-base"
-    assert ("Weights of vit_x are public, but this lock was not tested against them." in audit.verdict) == (not tested)
+    assert ("Weights of vit_x are public, but this audit did not use them to attack the lock." in audit.verdict) == (
+        not tested
+    )
     assert ("public-base" in {*audit.untried}) == (attacks[0].attacker != "public-base")
 
 

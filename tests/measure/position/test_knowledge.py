@@ -65,7 +65,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
                             positions=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` uses no positions: it was trained without them.")
-    assert "Its features reveal no position to a linear reader" in said
+    assert "Its features reveal no position to a linear probe" in said
     assert "does not change the CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
     assert found.no_vectors.startswith("it was trained without positions")
@@ -95,7 +95,7 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
     blind = audit.probed.readings[OWN][-1].blind_error
     assert "features reveal the position of a patch" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
     assert "features reveal roughly where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
-    assert "features reveal no position to a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
+    assert "features reveal no position to a linear probe" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
     both = verdict(with_last(SHUFFLED, with_last(REMOVED, error=0.5 * blind), error=0.3 * blind))
     assert re.search(rf"content alone.*{0.5 * blind:.2f}.*positions alone.*{0.3 * blind:.2f}", both)
     rotary = replace(audit, rows={"status": "holds", "reason": "RoPE: it leaks", "errors": {"forward": 1e-15}})
@@ -111,7 +111,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     assert all(f"{condition}: error" in text for condition in ("own", "removed", "shuffled"))
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
-    assert "This reader predicts the exact position of" in text
+    assert "This probe predicts the exact position of" in text
     assert "situs audit gradients" in text  # a learned table has a gradient
 
 
@@ -248,4 +248,4 @@ def test_what_the_content_alone_reveals_at_its_bound(left: float, none: bool, au
     readings = {c: list(each) for c, each in audit.probed.readings.items()}
     readings[REMOVED][-1] = replace(readings[REMOVED][-1], error=left, blind_error=1.0)
     words = verdict(replace(audit, probed=replace(audit.probed, readings=readings)))
-    assert ("finds no position in the content" in words) == none and f"the error is {left:.2f} patches" in words
+    assert ("finds no position in the content" in words) == none and f" {left:.2f} patches" in words

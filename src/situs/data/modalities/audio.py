@@ -139,7 +139,7 @@ class ClipFiles(ClipReader, FolderSource):
         chosen, (splits, notes) = part_of(split), _assign_splits(path, files)
         chosen_files = [file for file, part in zip(files, splits, strict=True) if part == chosen]
         if not chosen_files:
-            raise SitusError(f"{path}: has no clips of the split {chosen!r}", field="split")
+            raise SitusError(f"{path} has no clips of the split {chosen!r}", field="split")
         return chosen, chosen_files, notes
 
 

@@ -278,19 +278,19 @@ CONDITIONS = {
     SHUFFLED: "patches shuffled (positions alone)",
 }
 MEANING = """
-Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
-and tested on the other half. One reader is a ridge regression that predicts row and column. The other reader is a
-linear discriminant over all positions. With the positions removed, a reader can use only the content of the patches.
-With the patches shuffled, a reader can use only the positions that the model adds. The features reveal at least as much
-about positions as a linear reader finds: another reader, or more samples, may find more. A further regression reads the
-position embeddings themselves. It is fitted on some positions, and tested on the others. The readers of the features
-are fitted on all positions; they are tested on the same positions, but in other samples.
+Linear probes predict the position of a patch from its features, at every depth. They are fitted on half of the samples
+and tested on the other half. One probe is a ridge regression that predicts row and column. The other probe is a
+linear discriminant over all positions. With the positions removed, a probe can use only the content of the patches.
+With the patches shuffled, a probe can use only the positions that the model adds. The features reveal at least as much
+about positions as a linear probe finds: another probe, or more samples, may find more. A further regression predicts
+positions from the position embeddings. It is fitted on some positions, and tested on the others. The probes of the
+features are fitted on all positions; they are tested on the same positions, but in other samples.
 
-Another test shuffles the patches inside a mask made of rectangles. γ is the share of patches in the mask. Diff.Norm is
-the mean distance between the vectors that the classifier reads before and after the shuffle. "Mask hidden" means
-that the model does not know which patches are shuffled: the position embeddings stay in place, so the shuffled patches
-have wrong positions. "Mask known" means that the patches in the mask lose their positions. `situs evaluate consistency`
-measures this effect in more detail.
+Another test shuffles the patches inside a mask made of rectangles. γ is the fraction of patches in the mask. Diff.Norm
+is the mean distance between the features of a sample (the input of the classification head) before and after the
+shuffle. "Mask hidden" means that the model does not know which patches are shuffled: the position embeddings stay in
+place, so the shuffled patches have wrong positions. "Mask known" means that the patches in the mask lose their
+positions. `situs evaluate consistency` measures this effect in more detail.
 
 Permutation equivariance of the transformer blocks means: if the tokens are permuted before the blocks, the output of
 the blocks is permuted in the same way, and the gradients of all weights stay the same. With RoPE, the rotations are
@@ -485,10 +485,10 @@ def _features(audit: PositionAudit) -> str:
         if last.left < SURE or last.right > 0.5
         else "reveal roughly where a patch is"
         if last.left < UNSURE
-        else "reveal no position to a linear reader"
+        else "reveal no position to a linear probe"
     )
     return (
-        f"Its features {how}. The share of patches whose exact position a linear reader finds is "
+        f"Its features {how}. The fraction of patches whose exact position a linear probe finds is "
         f"{percent(first.right, 0)} before the blocks, and {percent(last.right, 0)} after the final norm (chance: "
         f"{percent(last.blind_right)}). The mean error after the final norm is {last.error:.2f} patches (blind guess: "
         f"{last.blind_error:.2f})."
@@ -507,8 +507,8 @@ def _source(audit: PositionAudit) -> str:
             "no position in the content. The features know positions only from the position embeddings."
         )
     return (
-        f"For a reader of the content alone (positions removed), the error is {content:.2f} patches. For a reader of "
-        f"the positions alone (patches shuffled), the error is {last[SHUFFLED].error:.2f} patches."
+        f"From the content alone (positions removed), a linear probe predicts positions with an error of {content:.2f} "
+        f"patches. From the positions alone (patches shuffled), its error is {last[SHUFFLED].error:.2f} patches."
     )
 
 
@@ -556,7 +556,7 @@ def _read_table(audit: PositionAudit) -> Table:
             row += [f"{reading.error:.2f}", *[f"{reading.r2:.3f}"] * (condition == OWN), percent(reading.right)]
         rows.append(row)
     caption = (
-        "The error (in patches) and R² are averaged over row and column. Exact position: the share of patches whose "
+        "The error (in patches) and R² are averaged over row and column. Exact position: the fraction of patches whose "
         "exact position is predicted."
     )
     if audit.hierarchical:
@@ -594,7 +594,7 @@ def _law_table(audit: PositionAudit) -> Table:
         caption = (
             "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. A "
             f"server that has {audit.probed.fitted} samples of its own, and the weights of the client's embedding, can "
-            "fit a linear reader of positions. This reader predicts the exact position of "
+            "fit a linear probe that predicts positions. This probe predicts the exact position of "
             f"{percent(first.right, 0)} of the tokens that the client sends."
         )
     return Table(title, ["check", ""], rows, caption)

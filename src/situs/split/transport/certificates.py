@@ -135,7 +135,9 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
     _check_time(files[0], trusted)
     _check_time(files[1], shown)
     if private.public_key() != shown.public_key():
-        raise SitusError(f"{files[1]}: does not belong to the private key {files[2].name}", field="tls")
+        raise SitusError(
+            f"{files[1]}: this certificate does not belong to the private key {files[2].name}", field="tls"
+        )
     try:
         shown.verify_directly_issued_by(trusted)
     except (ValueError, TypeError, InvalidSignature):
