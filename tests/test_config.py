@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, is_dataclass
 from os import PathLike
 from pathlib import Path
 from threading import Timer
-from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.config import (
+    ANY,
     Checked,
     _allows,
     checks_arguments,
@@ -286,6 +287,23 @@ def test_what_binds_several_fields_is_named_with_the_path() -> None:
 class Ruled(Checked):
     length: Count | None = None
     shares: tuple[Annotated[float, Within("[0, 1)")], ...] = ()
+
+
+@dataclass(frozen=True)
+class Renewed(Checked):
+    retired: ClassVar = {"old": (True, "it is always so"), "any": (ANY, "it has no effect")}
+    lr: float = 1.0
+
+
+def test_a_setting_that_is_gone_is_taken_with_what_it_always_is_now() -> None:
+    for data in ({"old": True}, {"any": 3, "lr": 1.0}, {"any": None}):
+        assert from_dict(Renewed, data) == Renewed()
+    for old in (False, None, "x"):
+        with pytest.raises(SitusError, match=f"^old={old}: is no longer a setting; it is always so$") as error:
+            from_dict(Renewed, {"old": old})
+        assert error.value.field == "old"
+    with pytest.raises(SitusError, match="unknown key"):
+        from_dict(Renewed, {"older": True})
 
 
 def test_none_is_said_by_its_name_where_text_does_not_fit() -> None:

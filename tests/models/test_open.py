@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from situs.measure import evaluate_accuracy
 from situs.measure.accuracy import ClassAccuracy
 from situs.models import Model, open_model
 from situs.models.module import deduce_input
-from situs.models.open import Unlock
+from situs.models.open import Unlock, spent_of
 from situs.models.start import finetune_source
+from situs.train.private import Spent
 from situs.train.run import RunConfig, load_run, train_run
 
 TINY: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}
@@ -204,6 +206,41 @@ def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
         SitusError, match=r"run: is the client's part .* lacks the server's blocks; .* situs split merge"
     ):
         open_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("step", "keep_best", "newest", "epsilon", "counted"),
+    [
+        (20, False, 30, 2.0, 20),  # as it was logged
+        (25, False, 30, "computed", 25),  # between two lines of the log
+        (40, False, 40, "computed", 40),
+        (9, False, 30, None, None),  # before its first line
+        (20, True, 30, 3.0, 30),  # chosen by what all of its steps gave
+        (20, True, None, 2.0, 20),
+    ],
+)
+def test_privacy_is_counted_up_to_the_step_of_the_weights(
+    step: int, keep_best: bool, newest: int | None, epsilon: Any, counted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, ...]] = []
+
+    def computed(*given: float) -> float:
+        asked.append(given)
+        return 7.5
+
+    monkeypatch.setattr("situs.models.open.epsilon_of", computed)
+    records = [{"step": 5}, *({"step": s, "epsilon": s / 10, "noise_multiplier": 1.5, "sampling_rate": 0.01}
+                              for s in (10, 20, 30))]  # fmt: skip
+    dp = SimpleNamespace(delta=1e-5, clip=2.0)
+    config = SimpleNamespace(dp=dp, train=SimpleNamespace(keep_best=keep_best))
+    run = SimpleNamespace(records=lambda: records, facts=lambda: {} if newest is None else {"step": newest})
+    loaded: Any = SimpleNamespace(config=config, run=run, checkpoint=SimpleNamespace(step=step))
+    spent = spent_of(loaded)
+    assert asked == ([(1.5, 0.01, counted, 1e-5)] if epsilon == "computed" else [])
+    if counted is None:
+        assert spent is None
+    else:
+        assert spent == Spent(7.5 if epsilon == "computed" else epsilon, 1e-5, 1.5, 2.0, counted)
 
 
 @pytest.mark.parametrize("half", [False, True])

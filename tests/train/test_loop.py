@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from situs.train.config import TrainConfig
 from situs.train.contract import RunState, TrainResult
 from situs.train.loop import fit, shorten_hints
 from situs.train.optim import OptimConfig, rate_at
+from situs.train.step import Stepper, Update
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=3, save_every=4, keep=3)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
@@ -294,6 +296,33 @@ def test_a_long_run_says_at_its_beginning_how_long_it_takes(
     assert len(told) == (said is not None)
     if said is not None:
         assert told[0].startswith(f"about {said} to go") and "fewer than 20 updates (train.epochs" in told[0]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiling_is_told_before_and_after_the_first_update(
+    compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("situs.train.loop.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(Stepper):
+        def update(self, *given: Any) -> Update:
+            now[0] += 42.0 if now[0] == 0 else 1.0
+            return super().update(*given)
+
+    def stepper(*given: Any, **more: Any) -> Stepper:
+        made = Slow(*given, **more)
+        made.compiled = compiled
+        return made
+
+    run = RunFolder.create(tmp_path / "run", {})
+    fit(toy(), ToyLoader(), dataclasses.replace(TRAIN, log_every=20), OPTIM, run, stepper=stepper)
+    said = capsys.readouterr().err.splitlines()
+    told = [number for number, line in enumerate(said) if "compil" in line]
+    assert [said[number].partition(" a ")[0] for number in told] == (
+        ["compiling the step takes about", "compiled in 42 s"] if compiled else []
+    )
+    assert all(number < said.index(next(line for line in said if "step 20/20" in line)) for number in told)
 
 
 @pytest.mark.parametrize(

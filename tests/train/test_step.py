@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from toy import ToyLoader, toy
 
 from situs.core.when import When
-from situs.methods.base import Batch
+from situs.errors import SitusError
+from situs.methods.base import Batch, Output
 from situs.progress import notes_to
 from situs.train.optim import OptimConfig
 from situs.train.step import Stepper, split
@@ -55,6 +57,23 @@ def test_accumulation_is_the_large_batch(accumulate: int, count: int) -> None:
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(values, partial, rtol=1e-5, atol=1e-6)  # float32, for the log
+
+
+def test_metrics_that_change_their_names_are_one_sentence() -> None:
+    method, loader = toy(), ToyLoader()
+    stepper = Stepper(method, OPTIM, seed=0, precision="fp32", accumulate=1, parallel="ddp", compiled=False)
+    first, second, *_ = loader.iterate(0, 0)
+    stepper.update(first, When(), 1e-2, ragged=False)
+    real = type(method).forward
+
+    class Other(type(method)):
+        def forward(self, batch: Batch, draws: Any) -> Output:
+            return real(self, batch, draws)._replace(metrics={"size": torch.tensor(1.0)})
+
+    method.__class__ = Other
+    said = r"Other: every step must give .* were \('loss', 'accuracy', 'size'\) and are now \('loss', 'size'\)$"
+    with pytest.raises(SitusError, match=said):
+        stepper.update(second, When(step=1), 1e-2, ragged=False)
 
 
 def test_an_update_is_adamw_by_hand() -> None:
