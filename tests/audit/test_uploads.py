@@ -63,6 +63,39 @@ def test_what_does_not_apply_is_listed_with_its_reason(sent: Sent) -> None:
     assert [("Attacks that do not apply or are not exact" in each) for each in titles] == [True, False]
 
 
+def test_the_sentence_the_table_and_the_figure_say_what_each_attack_certifies(sent: Sent) -> None:
+    audit = audited(sent, sent.gradients, "none", attacks=["april", "patchembed"])
+    summary = audit.summary()
+    shown = {row[0]: row[1:4] for row in summary.tables[0].rows}
+    assert shown == {"april": ["none", "0 of 1", None], "patchembed": ["none", "1 of 1", "no error"]}
+    assert summary.sentence == (
+        "1 of 1 image in 1 upload can be read, and the attacker can prove it without the originals "
+        "(best attack patchembed, defence as stated: none)."
+    )
+    assert summary.numbers == (("1 of 1", "images certified"),)
+    [figure] = audit.figures()
+    assert [name for name, _ in figure.values[0]] == ["april, none", "patchembed, none"]
+
+
+def test_nothing_certified_is_not_called_private(sent: Sent) -> None:
+    audit = audited(sent, noisy(sent, 1e-2), "noise=1e-2", attacks=["patchembed"])
+    assert audit.mark == "Not proved private"
+    assert [row[2:4] for row in audit.summary().tables[0].rows] == [["0 of 1", None]] * 2
+    assert audit.summary().sentence == (
+        "In 1 upload, no image is certified: the attacker cannot prove that any image was recovered. This does not "
+        "prove privacy: there are no reference images, and the upload may reveal more than was recovered. The "
+        "equations fit only if you gave the correct batch, noise and local steps."
+    )
+
+
+def test_an_upload_that_no_attack_applies_to_is_said_to_be_refused(sent: Sent) -> None:
+    empty = {name: torch.zeros_like(g) if "patch_embed" in name else g for name, g in sent.gradients.items()}
+    audit = audited(sent, empty, "none", attacks=["patchembed"])
+    [row] = audit.summary().tables[0].rows
+    assert row == ["patchembed", "none", "not attacked here", *[None] * 5] and not audit.figures()
+    assert "This does not prove privacy." in audit.summary().sentence and audit.tone == "unsure"
+
+
 def test_without_references_nothing_passes(sent: Sent) -> None:
     """Noise that hides everything, stated or not, and gradients of another model: inconclusive."""
     chance = torch.Generator().manual_seed(2)

@@ -225,6 +225,49 @@ def test_a_look_ends_in_time_and_a_stopped_attack_is_no_pass(monkeypatch: pytest
     assert cut.answer == "inconclusive" and "patchembed was stopped after one step" in cut.reason
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: F.mse_loss(z, F.one_hot(y, 5).float())])
+def test_a_pass_under_another_loss_than_cross_entropy_needs_the_least_likely_labels_too(loss: Any) -> None:
+    module, seen = made().train(), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    given = {"img_size": 16, "attacks": ["patchembed"], "defence": "noise=10"}
+    watch = experienced(audit.guard(module, optimizer, every=1, act=seen.append, **given))
+    [(images, labels)] = batches(1)
+    loss(module(images), labels).backward()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 10 * torch.randn(parameter.shape)
+    optimizer.step()
+    assert [look.answer for look in seen] == ["below"]
+    bounds = [finding.hardest for finding in watch.findings if finding.bound]
+    assert bounds == ([False] if loss is F.cross_entropy else [False, True])
+
+
+def test_a_mistake_that_an_attack_finds_in_a_step_makes_the_look_inconclusive() -> None:
+    module = made().eval()
+    images = sent(module)
+
+    def refuse(*_: Any) -> Tensor:
+        raise SitusError("no such layer")
+
+    look = audit.guard(module, img_size=16, act="log", attacks=[Search(refuse)]).look(images)
+    assert (look.answer, look.reason) == ("inconclusive", "no such layer")
+
+
+def test_one_upload_comes_with_the_images_of_one_step_or_with_none() -> None:
+    module = made().eval()
+    images = sent(module)
+    upload = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    watch = audit.guard(module, img_size=16, act="log", attacks=["patchembed"])
+    with pytest.raises(SitusError, match="2 uploads were given with the images of one step") as caught:
+        watch.look_upload([upload, upload], images)
+    assert caught.value.fields == ("upload",)
+    assert watch.look_upload([upload], images).answer == watch.look_upload(upload, images).answer == "above"
+    assert watch.look_upload(upload).answer == "above"
+    stop = Search(lambda _, deadline: (deadline.interrupt(), images)[1])
+    with pytest.raises(KeyboardInterrupt):
+        audit.guard(module, img_size=16, act="log", attacks=[stop]).look_upload(upload)
+
+
 def test_ctrl_c_within_an_attack_that_keeps_what_it_has_ends_the_loop() -> None:
     module = made().eval()
     images = sent(module)

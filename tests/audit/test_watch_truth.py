@@ -203,6 +203,84 @@ def test_the_slopes_of_a_loss_are_read_off_the_classifier(size: int) -> None:
     assert not reference.guessed_passes(module, images, {n: g for n, g in gradients.items() if "head" not in n})
 
 
+@pytest.mark.parametrize(("images", "guesses"), [(13, 2), (14, 0)])
+def test_no_slopes_are_read_off_a_classifier_with_fewer_features_than_images(images: int, guesses: int) -> None:
+    """Twelve features and a bias determine the slopes of thirteen images; NaN determines none."""
+    torch.manual_seed(0)
+    module, batch = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), torch.randn(images, 3, 2, 2)
+    labels = torch.arange(images) % 3
+    F.cross_entropy(module(batch), labels).backward()
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    assert len(reference.guessed_passes(module, batch, gradients)) == guesses
+    gradients["1.bias"][0] = math.nan
+    assert not reference.guessed_passes(module, batch, gradients)
+
+
+class Doubled(Own):
+    """In training, sees each image and its mirror image at once, and gives the mean of both."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(images)
+        both = super().forward(torch.cat([images, images.flip(3)]))
+        return both.unflatten(0, (2, -1)).mean(dim=0)
+
+
+class Shrinking(Own):
+    """Gives one logit less at each call."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(images)[:, : 6 - self.calls]
+
+
+UNTOLD: dict[str, tuple[type[Own], bool, str]] = {
+    "two of each image": (Doubled, True, "the module's first layer got another number of images than the module"),
+    "another output": (Shrinking, True, "the module's output differed in a second pass of the same images"),
+    "no loss": (Own, False, "no loss was backpropagated through the module's output"),
+}
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_step_that_cannot_be_made_again_is_never_below(kind: str) -> None:
+    torch.manual_seed(0)
+    make, lossy, said = UNTOLD[kind]
+    module, seen = make().train(), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    given: Any = {"img_size": 16, "attacks": ["patchembed"], "defence": "noise=3"}
+    experienced(audit.guard(module, optimizer, every=1, act=seen.append, **given))
+    [(images, labels)] = batches(1)
+    logits = module(images)
+    if lossy:
+        F.cross_entropy(logits, labels).backward()
+    for p in module.parameters():
+        p.grad = 3.0 * torch.randn_like(p)
+    optimizer.step()
+    assert seen[0].answer == "inconclusive" and said in seen[0].reason, seen[0].reason
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backward", "stray"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_a_pass_in_eval_mode_is_stray_where_its_gradient_comes_back_or_cannot_be_watched(
+    frozen: bool, backward: bool, stray: bool
+) -> None:
+    module, [(images, labels)] = own(), batches(1)
+    stem = audit.guard(module, img_size=16)._module_stem
+    witness = reference.Witness(module.train(), stem, lambda: True)
+    module.patches.requires_grad_(not frozen)
+    loss = F.cross_entropy(module(images), labels)
+    assert not witness.stray and len(witness.passes) == 1
+    loss = F.cross_entropy(module.eval()(images), labels)
+    if backward:
+        loss.backward()
+    assert witness.stray is stray
+    witness.forget()
+    assert not witness.stray and not witness.passes
+
+
 def test_micro_batches_of_one_step_are_each_held_against_what_was_fed() -> None:
     module, seen = own(CHANGES["turned"]), list[Look]()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -210,12 +210,7 @@ class Guard:
 
     def _by_certificate(self, captured: list[Captured], batch: int) -> Judgement:
         """The worst judgement of uploads whose images are not known, under the stated defence and under none."""
-        if self.backbone.input.shape is None:
-            raise SitusError(
-                f"{self.backbone.name}: takes images of any size, so the size of the images behind the uploads is "
-                "not known; set `img_size`",
-                field="img_size",
-            )
+        assert self.backbone.input.shape is not None
         height, width = self.backbone.input.shape
         like = (self.normalisation, True, next(self.module.parameters()).device)
         test = blank_set(captured, (self.backbone.input.channels, height, width), batch, *like)

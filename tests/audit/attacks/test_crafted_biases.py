@@ -79,6 +79,23 @@ def test_a_neurons_input_is_its_number_of_its_patch() -> None:
         assert float(z[others].max()) < -10  # off for every other token
 
 
+@pytest.mark.parametrize(("bright", "alone"), [(0, 0), (1, 1), (3, 0)])
+def test_one_bright_image_among_dark_ones_is_read_and_three_are_called_a_mixture(bright: int, alone: int) -> None:
+    model = vit()
+    attack, known = written(model, 6)
+    assert [attack.planned(model, batch).first for batch in (1, 2, 6)] == [0, 1, 1]  # a veto needs a block
+    images = 0.3 * photographs(6, 1) - 1
+    images[:bright] += 3
+    upload = victim_gradients(model, images, torch.arange(6))
+    single, others = attack.read(model, attack.planned(model, 6), upload, 6)
+    assert (len(single), len(others)) == (alone, 1 - alone)
+    if alone:
+        assert float((patchify(images[:1], 4) - single).square().mean()) < 1e-4
+    recovery = attack.recover(model, [upload], known)
+    assert recovery.facts[0]["separated"] == alone and recovery.facts[0]["fits"] is False
+    assert "by the threshold" in str(recovery.facts[0]["verdict"])
+
+
 @pytest.mark.slow
 def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
     model = vit()
@@ -98,8 +115,13 @@ def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_on
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"act_layer": torch.nn.ReLU}, "not curved"), ({"mlp_ratio": 0.1}, "too few neurons")],
-    ids=["relu", "narrow"],
+    [
+        ({"act_layer": torch.nn.ReLU}, "not curved"),
+        ({"mlp_ratio": 0.1}, "too few neurons"),
+        ({"depth": 1}, "fewer than two blocks"),
+        ({"proj_bias": False}, "the model's MLPs have no biases"),
+    ],
+    ids=["relu", "narrow", "shallow", "no biases"],
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], reason: str) -> None:
     model = vit(**changes)

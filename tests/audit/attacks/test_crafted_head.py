@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from situs.audit.defences import Step, create_defence
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
+from situs.errors import SitusError
 
 
 def vit(**changes: Any) -> Backbone:
@@ -83,6 +85,29 @@ def test_what_cannot_be_read_is_refused() -> None:
     model.model.head = torch.nn.Linear(96, 10, bias=False)
     refused = ChosenHead().prepare(model, ["model.head.weight"], Knowledge())
     assert isinstance(refused, Refused) and "classifier with a bias" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"depth": 1}, "the model has fewer than two blocks"),
+        ({"embed_dim": 24, "num_heads": 4}, r"too few channels \(24\) for the 16 parts of an image"),
+    ],
+)
+def test_a_model_too_small_to_copy_an_image_is_refused(changes: dict[str, Any], reason: str) -> None:
+    model = vit(**changes)
+    refused = ChosenHead().prepare(model, ["model.head.weight", "model.head.bias"], Knowledge())
+    assert isinstance(refused, Refused) and re.search(reason, refused.reason), refused
+    with pytest.raises(SitusError, match="this attack cannot craft the weights of this model, because") as caught:
+        ChosenHead().planned(model, 1)
+    assert caught.value.fields == ("server",)
+
+
+def test_where_every_class_has_an_image_none_is_read() -> None:
+    """No class shows what the features of none are."""
+    images = photographs(10)
+    recovery, _ = recovered(vit(), images, torch.arange(10))
+    assert recovery.facts[0]["separated"] == 0 and not bool(recovery.images.any())
 
 
 def test_under_noise_no_image_is_called_separated() -> None:

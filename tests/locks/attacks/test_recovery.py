@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import quadratic_assignment
 
 from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
@@ -30,6 +32,7 @@ from situs.locks.attacks.adapter import (
 from situs.locks.attacks.audit import ATTACKS, LockAudit, _joined
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
+    STEPS,
     KeyRecovery,
     bits_left,
     check_finite,
@@ -281,6 +284,25 @@ def test_graph_match_finds_a_permutation_of_a_graph() -> None:
     locked = clear[truth][:, truth]
     hint = torch.zeros(20, 20, dtype=torch.float64)
     assert torch.equal(graph_match(hint, [(locked, clear)]), truth)
+
+
+@pytest.mark.parametrize("concave", [False, True])
+def test_graph_match_takes_the_steps_of_another_implementation(concave: bool) -> None:
+    """FAQ of SciPy: the same start, and a line search that stops between corners where the objective is concave."""
+    hint = torch.zeros(7, 7, dtype=torch.float64)
+    for seed in range(12):
+        a, b = torch.randn(2, 7, 7, generator=seeded(seed), dtype=torch.float64)
+        if concave:
+            a, b = -a @ a.T, b @ b.T
+        options = {"maximize": True, "maxiter": STEPS, "tol": 1e-12, "rng": np.random.default_rng(0)}
+        theirs = quadratic_assignment(a.numpy(), b.numpy(), method="faq", options=options)
+        assert graph_match(hint, [(a, b)]).tolist() == theirs.col_ind.tolist()
+
+
+def test_without_graphs_the_channels_that_look_alike_belong_together() -> None:
+    """A straight objective has no curve: one full step, to the best assignment."""
+    hint = torch.tensor([[3, 9, 1, 0], [8, 9, 2, 1], [0, 2, 1, 7], [1, 1, 6, 7]], dtype=torch.float64)
+    assert graph_match(hint, []).tolist() == assign(hint).tolist() == [1, 0, 3, 2]
 
 
 def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,22 @@ def test_pixels_are_exact_in_float64(name: str) -> None:
         assert float(misfit(block, spans, found).worst.max()) < SOLVED
 
 
+def test_the_deviation_of_a_norm_before_the_block_is_known_where_no_bias_shows_it() -> None:
+    """Norms and an attention without bias say nothing of it: it follows from the patch."""
+    backbone = LEARNED["norms before it without bias"]()
+    with torch.no_grad():
+        attention = backbone.model.blocks[0].attn
+        attention.qkv.bias.zero_(), attention.proj.bias.zero_()
+    block, counts, spans, patches = scene(backbone)
+    with torch.no_grad():
+        assert not bool(block.shift.any()) and not bool(Equations(block, spans).scales.any())
+        found = solve(block, spans, counts)
+        torch.testing.assert_close(found.x, patches, rtol=1e-6, atol=1e-6)
+        m, o = block.middle(patches.unsqueeze(0))
+        torch.testing.assert_close(found.m, m[0, block.backbone.num_prefix :], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.o, o[0, block.backbone.num_prefix :], rtol=1e-4, atol=1e-5)
+
+
 def test_rounding_is_expected_where_it_is_and_others_do_not_fit() -> None:
     block, counts, spans, patches = scene(vit(), noise=1e-5)
     with torch.no_grad():

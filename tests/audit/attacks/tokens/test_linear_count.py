@@ -10,7 +10,7 @@ import torch
 from victims import LEARNED, vit
 
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.linear import count, family_of, read_spans
+from situs.audit.attacks.tokens.linear import count, family_of, read_spans, table_rank
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 
@@ -60,6 +60,28 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
     unknowns += block.norm0 is not None and bool(block.shift.any())
     assert small + unknowns - len(family.values) == counts.open
     assert bool(counts.reason) == (counts.open > 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("patches", "expected"), [(48, 3), (16, 16)])
+def test_the_table_adds_what_directions_of_patches_do_not_have(patches: int, expected: int) -> None:
+    """As many directions as a patch has values are those of the embedding; fewer depend on the images."""
+    backbone = vit()
+    embedding = backbone.model.patch_embed.proj
+    inside = torch.randn(16, 48, dtype=torch.float64) @ embedding.weight.flatten(1).T
+    inside[:3] = torch.randn(3, 96, dtype=torch.float64)
+    backbone.model.pos_embed[0, 1:] = inside - embedding.bias
+    block = Block(backbone.requires_grad_(False))
+    both = torch.cat([block.weight, block.base.T], dim=1)
+    assert int(torch.linalg.matrix_rank(block.base)) == 16 and int(torch.linalg.matrix_rank(both)) == 48 + 3
+    assert table_rank(block, patches) == expected
+    assert table_rank(block, 48, block.base[3:]) == 0 and table_rank(block, 16, block.base[3:]) == 13
+
+
+@torch.no_grad()
+def test_the_table_adds_nothing_where_patches_fill_all_channels() -> None:
+    block = Block(vit(width=32).requires_grad_(False))
+    assert [table_rank(block, patches) for patches in (30, 31, 32, 40)] == [2, 1, 0, 0]
 
 
 def test_as_many_tokens_as_channels_say_nothing() -> None:
