@@ -71,6 +71,20 @@ def test_the_losses_and_gradients_are_those_of_each_method_alone() -> None:
     assert {"mp3_loss", "mp3_position_accuracy", "droppos_loss"} <= output.metrics.keys()
 
 
+def test_a_method_with_draws_of_its_own_gets_those_alone() -> None:
+    torch.manual_seed(0)
+    droppos = DropPos(small_vit((8, 12), positions="sincos"), DropPosConfig(decoder_width=16, decoder_heads=2)).double()
+    when = When(seed=4, epoch=2)
+    draws = droppos.draw(batch(), when)
+    alone = droppos(batch(), draws)
+    both = add_losses(droppos, [parse("mp3:weight=.3:mask_ratio=0.5")]).double()
+    all_draws = both.draw(batch(), when)
+    assert [key for key in all_draws if "." not in key] == [*draws] and {"mp3.order"} == all_draws.keys() - draws.keys()
+    output = both(batch(), all_draws)
+    assert float(output.loss) == pytest.approx(float(alone.loss + 0.3 * output.metrics["mp3_loss"]), rel=1e-6)
+    assert torch.equal(output.extras["places"], alone.extras["places"])
+
+
 def test_the_backbone_counts_once_and_tables_are_spared_by_weight_decay() -> None:
     both = supervised("droppos:weight=1:decoder_width=16:decoder_heads=2")
     names = [name for name, _ in both.named_parameters()]

@@ -129,6 +129,20 @@ def test_layers_have_their_rates_and_the_heads_the_highest() -> None:
     assert scales["backbone.model.patch_embed.proj.weight"] == 0.5**4
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_label_is_the_number_of_its_class(classes: int) -> None:
+    """torchvision counts the background first."""
+    method = detection(classes=classes, score=0.0, detections=4).eval()
+    predictor: Any = method.roi_heads.box_predictor
+    assert predictor.cls_score.out_features == classes + 1 == predictor.bbox_pred.out_features / 4
+    for label in range(classes):
+        with torch.no_grad():
+            predictor.cls_score.weight.zero_()
+            predictor.cls_score.bias.fill_(-9.0)[label + 1] = 9.0
+        (found,) = method.detect(batch().inputs[:1])
+        assert found["labels"][:1].tolist() == [label] and float(found["scores"][0]) > 0.99
+
+
 def test_a_class_is_needed_and_patches_are_square() -> None:
     with pytest.raises(SitusError, match="needs at least one class of objects"):
         detection(classes=0)

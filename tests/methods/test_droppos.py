@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import small_vit
+from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
@@ -343,3 +343,42 @@ def test_a_patch_is_as_likely_as_it_is_like_the_whole(where: str, padded: bool) 
         for place in range(len(whole_sample)):
             cosine = whole @ sample[place] / whole.norm() / sample[place].norm()
             assert float(found[row, place]) == pytest.approx(float(cosine), abs=2e-3)
+
+
+def test_other_ratios_that_do_not_fit_are_refused_when_they_are_tried() -> None:
+    method = make()
+    assert (method.count, method.visible) == (12, 8)
+    assert method.under(position_mask_ratio=0.13).anchors == 7  # the least that drops one
+    with pytest.raises(SitusError, match=r"^position_mask_ratio=0.12: is too small to drop a position of the 8 visi"):
+        method.under(position_mask_ratio=0.12)
+
+
+@torch.no_grad()
+def test_a_solution_shows_the_anchors_and_the_likeliest_position_of_each_other_patch() -> None:
+    method = make(affinity="full").eval()
+    puzzle = method.solve(batch(method), seed=5)
+    draws = method.draw(batch(method), When(seed=5, progress=1.0))
+    logits, anchors = method(batch(method), draws).extras["logits"], method.anchors
+    assert (puzzle.known, puzzle.asked) == (anchors, anchors) and puzzle.grid == (3, 4)
+    assert torch.equal(puzzle.places, draws["visible"])
+    for row in range(3):
+        best = [max(range(12), key=line.__getitem__) for line in logits[row].tolist()]
+        assert puzzle.guesses[row].tolist() == [*draws["visible"][row, :anchors].tolist(), *best]
+        assert puzzle.right[row].tolist() == [
+            a == b for a, b in zip(best, draws["visible"][row, anchors:], strict=True)
+        ]
+
+
+def test_a_swin_predicts_the_places_of_its_last_grid() -> None:
+    swin = small_swin((32, 64), positions="sincos", model_args={"window_size": 2})
+    method = DropPos(swin, DropPosConfig(mask_ratio=0.75, position_mask_ratio=0.5, decoder_width=8, decoder_heads=2))
+    assert (swin.grid, method.grid, method.count, method.visible) == ((8, 16), (4, 8), 32, 8)
+    data = Batch(torch.randn(2, 3, 32, 64), torch.arange(2))
+    draws = method.draw(data, When(seed=0, epoch=0))
+    cells = draws["visible"] // 8 // 2 * 4 + draws["visible"] % 8 // 2
+    assert torch.equal(cells.sort(dim=1).values, torch.arange(8).expand(2, -1))
+    output = method(data, draws)
+    assert output.extras["logits"].shape == (2, 4, 32)
+    output.loss.backward()
+    with pytest.raises(SitusError, match=r"^mask_ratio: must be 0.75 on swin.*, which sees one patch of each 2x2 cell"):
+        method.under(mask_ratio=0.5)
