@@ -201,15 +201,17 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
 @torch.no_grad()
 def test_a_network_without_tokens_reads_an_image_whose_blocks_are_shuffled() -> None:
     resnet = create_backbone("test_resnet", num_classes=5).eval()
-    with pytest.raises(SitusError, match=r"^test_resnet has no positions to hide or to predict: choose unknown=False"):
-        MJP(resnet, MJPConfig(pixel_grid=(3, 4)))
+    shuffled_alone: dict[str, Any] = dict(unknown=False, dal="none", index="none", pixel_grid=(3, 4))
+    for more in (dict(unknown=True), dict(dal="linear"), dict(index="place")):
+        with pytest.raises(SitusError, match=r"^test_resnet has no positions to hide or to predict: choose unknown="):
+            MJP(resnet, MJPConfig(**shuffled_alone | more))
     data = batch((48, 64))._replace(inputs=torch.randn(4, 3, 48, 64))
-    puzzle = MJP(resnet, MJPConfig(unknown=False, dal="none", pixel_grid=(3, 4), mask_ratio=0.5))
+    puzzle = MJP(resnet, MJPConfig(**shuffled_alone, mask_ratio=0.5))
     draws = puzzle.draw(data, When(seed=0, epoch=0))
     assert draws["index"].shape == (4, 12)
     shuffled = move_patches(data.inputs, (3, 4), draws["index"])
     assert torch.equal(puzzle(data, draws).extras["logits"], resnet.model(shuffled))
-    plain = MJP(resnet, MJPConfig(unknown=False, dal="none", shuffle="none", pixel_grid=(3, 4)))
+    plain = MJP(resnet, MJPConfig(**shuffled_alone, shuffle="none"))
     assert torch.equal(plain(data, plain.draw(data, When())).extras["logits"], resnet.model(data.inputs))
 
 

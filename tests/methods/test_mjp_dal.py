@@ -50,6 +50,8 @@ def test_loss_is_the_papers_expectation(mean_axes: bool) -> None:
         samples.append(sum(errors) / len(errors))
     ours = dal_loss(guesses, targets, masks(), mean_axes=mean_axes)
     assert float(ours) == pytest.approx(sum(samples) / 3, rel=1e-6)
+    own = dal_loss(guesses.expand(3, -1, -1), targets, masks(), mean_axes=mean_axes)
+    assert float(own) == pytest.approx(float(ours), rel=1e-12)
     whole = dal_loss(guesses, targets, None, mean_axes=mean_axes)
     assert float(whole) == pytest.approx(
         float(dal_loss(guesses, targets, torch.zeros(1, 35, dtype=torch.bool), mean_axes=mean_axes))
