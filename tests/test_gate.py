@@ -24,6 +24,8 @@ from situs.gate import (
     Ruling,
     Worst,
     _margin,
+    exposed,
+    hold,
     judge,
     junit,
     parse_limit,
@@ -164,9 +166,86 @@ def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     assert "less than 0.1 dB below" in near
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
     idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].reason
-    assert (
-        "; your limit closeness=5 has no effect, because blind guesses already reach 10 or more: the limit is " in idle
-    )
+    said = "; your limit closeness=5 has no effect, because blind guesses already reach 10 or more: the limit is the "
+    assert f"{said}blind guess + 1 dB" in idle
+    for bound, told in ((10.9, True), (11.0, False)):  # a wished limit is at least the blind guess and its slack
+        judged = judge([finding(), *bounds()], Limit("closeness", bound)).judgements[0]
+        assert ("has no effect" in judged.reason) == told
+    shares = [Exposure(name, SHARE, 0.2, 0.5) for name in SAMPLES]
+    idle = judge([finding(exposures=shares), *bounds()], Limit("share", 0.3)).judgements[0].reason
+    assert "already reach 0.5 or more: the limit is the blind guess" in idle and "blind guess +" not in idle
+    others = [Exposure("a", SHARE, 0.2, 0.1, above=True), Exposure("b", CLOSE, 9.0, 0.0)]  # held to no wish for a share
+    idle = judge([finding(exposures=[*shares, *others]), *bounds()], Limit("share", 0.3)).judgements[0].reason
+    assert "your limit share=0.3 has no effect, because blind guesses already reach 0.5 or more" in idle
+
+
+def test_what_has_no_limit_is_not_held_to_one() -> None:
+    exposures = [Exposure("a", SHARE, 0.9, 0.1), Exposure("b", CLOSE, math.nan, 10.0), Exposure("c", CLOSE, 9.0, 10.0)]
+    exposures += [
+        Exposure("d", SHARE, 0.8, None),
+        Exposure("e", SHARE, 0.7, 0.6),
+        Exposure("f", SHARE, 0.1, above=True),
+    ]
+    one = finding(exposures=exposures)
+    assert [(held.exposure.sample, held.limit) for held in hold(one)] == [("c", 13.0), ("f", None)]
+    wished = [(held.exposure.sample, held.limit) for held in hold(one, Limit("share", 0.5))]
+    assert wished == [("a", 0.5), ("c", 13.0), ("d", 0.5), ("e", 0.6), ("f", None)]
+    assert [held.exposure.sample for held in exposed(one, Limit("share", 0.5))] == ["a", "d", "e", "f"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("doubt", "solve proves nothing: why"),
+        ("inexact", "solve proves nothing: why"),
+        (None, "solve proves nothing, "),
+    ],
+)
+def test_who_proves_nothing_says_why(kind: Kind | None, said: str) -> None:
+    remarks = () if kind is None else (Remark(kind, "why"),)
+    certificates = (HOLDS, Certificate(False)) if kind is None else (HOLDS, HOLDS)
+    judged = judge([finding(remarks=remarks, certificates=certificates), *bounds()]).judgements[0]
+    assert judged.status == NOT_JUDGED and judged.reason.startswith(said)
+
+
+def test_where_the_harder_bound_may_come_later_the_easier_one_is_still_needed() -> None:
+    easier, harder = bounds()
+    for asked, given, passed in ((False, [easier], True), (False, [harder], False), (True, [easier], False)):
+        assert judge([finding(), *given], hardest=asked).passed == passed, (asked, given)
+    assert judge([finding(), harder, easier], hardest=True).passed
+
+
+def test_the_table_of_a_ruling_has_the_most_exposed_sample_of_each_defence() -> None:
+    refused = finding(defence="clip", status="refused", exposures=(), samples=(), remarks=(Remark("refused", "no"),))
+    unheld = finding(exposures=[Exposure("a", SHARE, 0.12345, None)], defence="none")
+    header, rows = judge([finding(12.34567), *bounds(), refused, unheld], Limit("share", 0.5)).table()
+    assert header == ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"]
+    assert rows == [
+        ["noise", "inconclusive", "a", "closeness 12.35", "13", "10", "solve"],
+        ["clip", "inconclusive", None, None, None, None, None],
+        ["none", "inconclusive", "a", "share 0.1235", "0.5", None, "solve"],
+    ]
+
+
+def test_what_is_lacking_where_no_closed_form_proves_anything() -> None:
+    def reason(*findings: Finding) -> str:
+        return judge([*findings, *bounds()]).judgements[0].reason
+
+    none = "no closed form (an attack that solves equations)"
+    gone = {"status": "refused", "exposures": (), "samples": (), "certificates": ()}
+    refused = finding(remarks=(Remark("refused", "no table"),), **gone)
+    search = finding(attack="search", closed=False, certificates=())
+    left = finding(attack="left", closed=False, remarks=(Remark("refused", "no labels"),), **gone)
+    doubtful = finding(attack="search", closed=False, certificates=(), remarks=(Remark("doubt", "it may be stuck"),))
+    assert reason(finding(hardest=True)).startswith(f"{none} finished under the conditions of the gate; most exposed")
+    only = "no closed form applies (solve: no table"
+    assert reason(refused, left) == f"{only}; left: no labels)"
+    assert reason(refused, search, left).startswith(f"{only}); another attack may find more than search; most")
+    assert reason(search).startswith(f"{none} was run; another attack may find more than search; most exposed")
+    assert reason(search, left).startswith(f"{none} was run; another attack may find more than search; most exposed")
+    assert reason(doubtful).startswith(f"{none} was run; another attack may find more than search; it may be stuck; ")
+    few = [finding(remarks=(Remark("few", f"only {count}"),)) for count in (2, 3)]
+    assert reason(finding(), *few).startswith("only 2; most exposed")
 
 
 def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_passed() -> None:

@@ -257,6 +257,14 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "no weights": (without(LISTED), "has no model.safetensors"),
     "pickle alone": (without(LISTED, pytorch_model__bin=b"x"), "only as pytorch_model.bin, a pickle"),
     "no config": (without("config.json"), "has no config.json"),
+    "words and no config": (
+        without("config.json", vocab__txt=b"a"),
+        "has no config.json, so it is not a model of timm",
+    ),
+    "index of nothing": (
+        without(LISTED, model__safetensors__index__json=b'{"weight_map": 3}'),
+        "its model.safetensors.index.json is not an index of shards",
+    ),
     "config is no JSON": (lambda hub: hub.files.update({"config.json": b"{"}), "config.json: is not valid JSON"),
     "config is a list": (lambda hub: hub.files.update({"config.json": b"[]"}), "must contain a table"),
     "config has a text for a table": (config(architecture="vit_tiny_patch16_224", model_args="x"), "do not describe"),
@@ -311,6 +319,26 @@ def test_offline_opens_what_another_program_fetched_whole(hub: Hub, tmp_path: Pa
     folder = fetch(hub_address(NAME))
     (folder / "model.safetensors").unlink()
     assert "HF_HUB_OFFLINE" in refused()
+
+
+@pytest.mark.parametrize("lost", [None, "model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_offline_shards_must_all_be_there(hub: Hub, tmp_path: Path, monkeypatch, lost: str | None) -> None:
+    shard(hub)
+    folder = fetch_at(NAME)
+    shutil.rmtree(tmp_path / "own")  # the record of Situs
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if lost is None:
+        assert fetch_at(NAME) == folder
+        (folder / "model.safetensors.index.json").write_text("{}")
+    else:
+        (folder / lost).unlink()
+    assert refused(act=fetch_at).endswith("is not in the cache here, and HF_HUB_OFFLINE forbids fetching it")
+
+
+def fetch_at(source: str) -> Path:
+    address = hub_address(source)
+    assert address is not None
+    return fetch(address)
 
 
 def test_the_command_line_prints_the_sentence(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

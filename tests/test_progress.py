@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
 from itertools import zip_longest
 
 import pytest
 
 from situs import progress
-from situs.progress import clock, in_words, latest, listening, seconds_left, share, shown, task, took, tracked
+from situs.progress import (
+    Task,
+    clock,
+    in_words,
+    latest,
+    listening,
+    note,
+    notes_to,
+    seconds_left,
+    share,
+    showing,
+    shown,
+    silent,
+    task,
+    took,
+    tracked,
+)
 
 
 class Ear:
@@ -115,3 +134,81 @@ def test_a_long_function_of_python_shows_itself_unless_somebody_hears(
         assert work() == ""
     with listening(ear):
         assert work() == "" and ("attacks", 0.25) in ear.heard
+
+
+def test_a_task_of_one_step_or_none_is_whole_at_its_end() -> None:
+    assert [share([Task("one", 1, done)]) for done in (0, 0.5, 1, 2)] == [0.0, 0.5, 1.0, 1.0]
+    assert share([Task("none", 0)]) == 0.0 and share([Task("unknown")]) is None and share([]) is None
+    heard: list[tuple[float, int | None, str]] = []
+    work = Task("work", notify=lambda: heard.append((work.done, work.total, work.now)))
+    work.count(2, 5, "now")
+    work.tell(3)
+    work.tell(now="later")
+    assert heard == [(2, 5, "now"), (3, 5, "now"), (3, 5, "later")]
+
+
+def test_a_note_goes_to_who_listens_last_and_to_the_first_rank_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outer, inner = list[str](), list[str]()
+    with notes_to(outer.append):
+        with notes_to(inner.append):
+            note("a")
+        note("b")
+        with notes_to(silent):
+            note("c")
+    assert (outer, inner, capsys.readouterr().out) == (["b"], ["a"], "")
+    note("d")
+    monkeypatch.setenv("RANK", "1")
+    note("e")
+    monkeypatch.setenv("RANK", "0")
+    note("f")
+    assert capsys.readouterr().out == "d\nf\n"
+
+
+class Closed(io.StringIO):
+    def __init__(self, error: type[OSError]) -> None:
+        super().__init__()
+        self.error = error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+def test_a_closed_terminal_ends_nothing_and_a_closed_pipe_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Closed(OSError))
+    note("unseen")
+    monkeypatch.setattr(sys, "stdout", Closed(BrokenPipeError))
+    with pytest.raises(BrokenPipeError):
+        note("unread")
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", Closed(OSError))
+    with showing(), task("work", 2) as work:
+        now = 60.0
+        work.tell(1)
+
+
+def lines_at(times: list[float], capsys: pytest.CaptureFixture[str], clock_at: Callable[[float], None]) -> list[float]:
+    """The times of these at which a task that tells something is shown."""
+    seen = []
+    clock_at(0.0)
+    with showing(), task("work") as work:
+        for now in times:
+            clock_at(now)
+            work.tell(now=str(now))
+            if said := capsys.readouterr().err:
+                assert said == f"work: {now}\n"
+                seen.append(now)
+    return seen
+
+
+def test_plain_lines_come_after_ten_seconds_and_then_every_thirty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: times[-1])
+    asked = [9.9, 10.0, 11.0, 39.9, 40.0, 41.0, 75.0, 100.0, 104.9, 105.0]
+    assert lines_at(asked, capsys, times.append) == [10.0, 40.0, 75.0, 105.0]
+    monkeypatch.setenv("RANK", "1")
+    assert lines_at(asked, capsys, times.append) == []
