@@ -6,11 +6,17 @@ from itertools import product
 
 import pytest
 import torch
+from builders import small_vit
+from scipy.stats import binom
 
+from situs.audit.attacks import create_attack
 from situs.audit.captured import Captured
+from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, Step, create_defence
-from situs.audit.one_step import Memory, Reidentified, assumptions, tail
+from situs.audit.one_step import Memory, OneStep, Reidentified, assumptions, tail
+from situs.audit.oracle import Oracle
 from situs.audit.reference import Match
+from situs.gate import Limit
 
 UPLOAD = Captured("the step", {"weight": torch.full((2, 3), 6.0), "bias": torch.full((2,), 8.0)}, "gradient")
 
@@ -65,3 +71,31 @@ def test_a_gallery_that_is_too_small_or_that_finds_its_images_is_remarked() -> N
     for _ in range(12):
         memory.note("patchembed", Reidentified(1, 1, 0.1))
     assert [remark.kind for remark in memory.remarks()] == ["gap"]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_images_found_again_far_more_often_than_by_chance_are_above_whatever_is_limited(bound: bool) -> None:
+    """In one look, at a thousandth of the chance that a gate takes; a bound finds nothing itself."""
+    torch.manual_seed(0)
+    backbone, images, memory = small_vit(8), torch.randn(12, 3, 8, 8), Memory()
+    memory.keep(torch.rand(32, 3, 8, 8))
+    normalisation = ((0.5,) * 3, (0.5,) * 3)
+    reference = memory.reference(images, normalisation, backbone)
+    assert len(reference.gallery) == 44
+    attack = Oracle() if bound else create_attack("patchembed")
+    tried = assumptions(UPLOAD, None, NoDefence(), Step(12))
+    limit = Limit("psnr", 20.0)
+    given = ({"original": reference}, normalisation, NoDefence(), limit, Deadline(), memory)
+    step = OneStep(backbone, [attack], tried, *given)
+    [case] = step.parts[0][1]
+    found = []
+    for hits in range(13):
+        scores = {"psnr": [5.0] * 12, "reidentified": [1.0] * hits + [0.0] * (12 - hits)}
+        finding = case.finding("done", range(12), scores=scores)
+        above = [one for one in step._compared(finding).exposures if one.above]
+        rare = not bound and float(binom.sf(hits - 1, 12, 12 / 44)) < 1e-6
+        expected = [("reidentified", hits / 12, f"{hits} of 12 among 44")] if rare else []
+        assert [(one.metric.name, one.value, one.among) for one in above] == expected
+        assert step.enough(finding) is rare
+        found += [hits] * rare
+    assert bool(found) is not bound

@@ -151,3 +151,20 @@ def test_what_is_attacked_by_whom_unless_it_is_said(
     assert (seen["search"] is not None, seen["bounded"]) == (searched, bounded)
     assert seen["threat"] is (ACTIVE if "server" in asked else HONEST)
     assert (seen["limit"] is not None) is ("fail_above" in asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "said"),
+    [
+        ({"sent": "weights"}, ("sent", "upload"), "sent=weights: applies only to a captured upload, but none is given"),
+        ({"upload": {"a": 1}, "server": "active"}, ("server", "upload"), "server=active: does not apply to captured"),
+        ({"upload": {"a": 1}, "defences": ["accumulate=2"]}, ("defences", "batch"), "`accumulate` does not apply to"),
+        ({"upload": {"a": 1}, "labels": "known", "data": None}, ("labels", "data"), "labels=known: needs the images"),
+    ],
+)
+def test_what_has_no_part_in_captured_uploads_is_refused(
+    options: dict[str, Any], fields: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SitusError, match=said) as caught:
+        audit_gradients("test_vit", **{"data": "samples", "img_size": 32} | options)
+    assert caught.value.fields == fields

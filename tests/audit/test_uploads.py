@@ -15,6 +15,7 @@ from test_captured import Sent, numpy_list
 from torch import Tensor
 
 import situs
+from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.cases import CERTIFIED, EXACT, certified_psnr
 from situs.audit.scores import denormalise
 from situs.audit.uploads import UploadAudit
@@ -94,6 +95,28 @@ def test_an_upload_that_no_attack_applies_to_is_said_to_be_refused(sent: Sent) -
     [row] = audit.summary().tables[0].rows
     assert row == ["patchembed", "none", "not attacked here", *[None] * 5] and not audit.figures()
     assert "This does not prove privacy." in audit.summary().sentence and audit.tone == "unsure"
+
+
+class Guesses(Attack):
+    """Gives back nothing but labels, two for each of two uploads."""
+
+    name, about = "guesses", "guesses labels"
+
+    def prepare(self, *_: Any) -> Ready:
+        return Ready(None)
+
+    def recover(self, _: Any, uploads: Any, *__: Any) -> Recovery:
+        labels = torch.tensor([[1, 3], [0, 4]])
+        return Recovery(torch.zeros(2 * len(uploads), 3, 16, 16), [{} for _ in uploads], labels=labels[: len(uploads)])
+
+
+def test_inferred_labels_are_told_of_each_image_and_never_called_right(sent: Sent) -> None:
+    """Nobody knows the true ones."""
+    audit = audited(sent, [sent.gradients] * 2, "none", attacks=[Guesses()], batch=2)
+    facts = [fact for pair in audit.numbers()["pairs"] for fact in pair["facts"]]
+    assert [fact["labels_inferred"] for fact in facts] == ["1, 3", "1, 3", "0, 4", "0, 4"]
+    assert not any("labels_right" in fact for fact in facts)
+    assert audit.ruling.status == NOT_JUDGED
 
 
 def test_without_references_nothing_passes(sent: Sent) -> None:

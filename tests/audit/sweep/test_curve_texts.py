@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_texts import write_folder
+from torch.nn import functional as F
 
 from situs.audit import trace_texts
 from situs.audit.defences import Step
+from situs.audit.public import CLASSES
 from situs.audit.sweep import curve
 from situs.audit.sweep.curve import Curves
 from situs.audit.sweep.ladder import Scale, curve_ladder
 from situs.audit.text.audit import SENT, WITHHELD, label_of
 from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
+from situs.audit.text.victim import open_text_victim
 from situs.errors import SitusError
 from situs.findings import Remark
 from situs.pages import make_page
@@ -62,6 +66,26 @@ def test_each_point_is_the_row_of_its_defence_for_the_attacker_who_knows_most(
     last = curves.lines[-1].points[-1]
     assert (last.whole, last.reason, last.values) == (False, "stopped after half of it; one is missing", {})
     assert kept == [curves]
+
+
+@pytest.mark.parametrize(("over", "said"), [([], "clip, noise, precision"), (["noise", "nois"], "nois")])
+def test_a_curve_that_texts_do_not_have_is_refused(over: list[str], said: str) -> None:
+    with pytest.raises(SitusError, match=said) as caught:
+        trace_texts("bert", "lines.txt", over)
+    assert caught.value.fields == ("curve",)
+
+
+def test_the_scale_is_that_of_the_first_sentences_gradient(tmp_path: Path) -> None:
+    folder, file = write_folder(tmp_path / "bert", "bert", width=32), tmp_path / "lines.txt"
+    file.write_text("w3 w7 w1 w9\nw2 w2 w5\n")
+    victim = open_text_victim(str(folder), classes=CLASSES, seed=0)
+    ids = torch.tensor(victim.coded(["w3 w7 w1 w9"]))
+    logits = victim.backbone(ids, torch.ones_like(ids, dtype=torch.bool))
+    F.cross_entropy(logits, torch.tensor([0])).backward()
+    sent = torch.cat([p.grad.flatten() for p in victim.backbone.parameters() if p.grad is not None])
+    scale = curve._text_scale(str(folder), file, {})
+    assert scale.norm == pytest.approx(float(sent.norm()), rel=1e-4)
+    assert scale.rms == pytest.approx(float(sent.square().mean().sqrt()), rel=1e-4)
 
 
 @pytest.mark.slow

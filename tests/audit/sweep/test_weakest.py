@@ -13,7 +13,15 @@ from unittest import mock
 import pytest
 import torch
 
-from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences, trace_defences
+from situs.audit import (
+    Deadline,
+    audit_gradients,
+    create_attack,
+    create_defence,
+    find_defences,
+    trace_defences,
+    trace_texts,
+)
 from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
@@ -160,6 +168,82 @@ def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(
     monkeypatch.setattr(search, "ask", ask)
     parts = [part_of(test, slice(at, at + 2)) for at in (0, 2, 4)]
     assert search.remedy("noise", rungs, parts[0], parts[1:]).named is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "named", "reason"),
+    [
+        (["passed"] * 3, "0", "no weaker setting was tried"),
+        (["above", "passed", "passed"], "1", ""),
+        (["inconclusive", "passed", "passed"], "1", "the next weaker setting is inconclusive"),
+        (["above"] * 3, None, "images exceed the limit at every setting, up to the strongest (2)"),
+        (["inconclusive"] * 3, None, "from 0 on, the result is inconclusive (not a pass): why 0"),
+        (
+            ["above", "above", "inconclusive"],
+            None,
+            "images exceed the limit at settings up to 1; from 2 on, the result is inconclusive (not a pass): why 2",
+        ),
+    ],
+)
+def test_what_a_reader_must_know_of_a_search_is_said(
+    answers: list[Answer], named: str | None, reason: str, victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = TestSet(torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64), ([0.5], [0.5]))
+    search = Search(victim, (), None, Deadline())  # pyright: ignore[reportArgumentType]
+
+    def ask(rung: Rung, part: TestSet, *, unseen: bool = False) -> Trial:
+        return Trial(rung.label, answers[int(rung.label)], 1.0, "x", f"why {rung.label}", len(part), unseen)
+
+    monkeypatch.setattr(search, "ask", ask)
+    rungs = [Rung(str(i), NoDefence(), Step()) for i in range(3)]
+    each = search.remedy("noise", rungs, part_of(test, slice(0, 2)), [part_of(test, slice(2, 4))])
+    assert (each.named, each.reason) == (named, reason)
+
+
+@pytest.mark.parametrize(("batch", "named"), [(2, "batch"), (3, None)])
+def test_a_batch_larger_than_what_is_left_is_not_named(
+    batch: int, named: str | None, victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = TestSet(torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64), ([0.5], [0.5]))
+    search, passed = Search(victim, (), None, Deadline()), Trial("batch", "passed", 1.0, "x", "", 2, True)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(search, "ask", lambda *_, **__: passed)
+    rungs, parts = [Rung("batch", NoDefence(), Step(batch=batch))], [part_of(test, slice(at, at + 2)) for at in (0, 2)]
+    each = search.remedy("batch", rungs, parts[0], parts[1:])
+    assert each.named == named
+    assert each.reason == (
+        "too few images were left to test a setting on" if named is None else "no weaker setting was tried"
+    )
+
+
+def test_the_cost_is_that_of_the_setting_that_is_named(victim: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, tuple[Rung, TestSet, list[int]]] = {}
+
+    def remedy(_: Search, name: str, rungs: list[Rung], searched: TestSet, others: list[TestSet]) -> Remedy:
+        seen[name] = rungs[1], searched, [len(part) for part in others]
+        return Remedy(name, rungs[1].label if name == "withhold" else None, "")
+
+    monkeypatch.setattr(Search, "remedy", remedy)
+    found = find_defences(victim, "samples", "psnr=20", attacks=["patchembed"], count=3)
+    assert [each.defence for each in found.remedies if each.cost is not None] == ["withhold"]
+    for each in found.remedies:
+        rung, searched, others = seen[each.defence]
+        assert len(searched) == 3 and others == [3] * len(others) and others
+        assert each.cost == (None if each.named is None else cost_of(victim, rung, searched, CostConfig()))
+
+
+def test_one_image_and_a_server_that_chooses_the_weights_are_refused(victim: Backbone) -> None:
+    with pytest.raises(SitusError, match="there is only one image, but the search keeps half of the images") as caught:
+        find_defences(victim, [torch.zeros(1, 28, 28)], "psnr=20", attacks=["patchembed"])
+    assert caught.value.fields == ("data", "count")
+    said = "server=active: `situs audit sweep` assumes an honest server"
+    for sweep in (
+        lambda: find_defences(victim, "samples", "psnr=20", server="active"),
+        lambda: trace_defences(victim, "samples", ["noise"], server="active"),
+        lambda: trace_texts("bert", "lines.txt", server="active"),
+    ):
+        with pytest.raises(SitusError, match=said) as caught:
+            sweep()
+        assert caught.value.fields == ("server",)
 
 
 def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promised(victim: Backbone) -> None:
