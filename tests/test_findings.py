@@ -110,6 +110,8 @@ WORDS = "two images have these equations"
         ((SURE._replace(unseen=5), BAD), 0.1, None, "its equations do not fit for 1 of 2 images (the residual is 2, "),
         ((BAD._replace(residual=None), BAD), 0.1, None, "its equations do not fit for 2 of 2 images$"),
         ((BAD._replace(residual=FIT, verdict=WORDS), SURE), 0.1, None, WORDS),
+        ((BAD._replace(residual=2.9, verdict=WORDS), SURE), 0.1, None, WORDS),
+        ((BAD._replace(residual=3.2, verdict=WORDS), SURE), 0.1, None, UNFIT.replace("1 image", "2 images")),
         ((BAD._replace(residual=math.nextafter(FIT, 9), verdict=WORDS),), 0.1, None, UNFIT),
         ((BAD._replace(residual=None, verdict=WORDS),), 0.1, None, WORDS),
         ((BAD._replace(expected=None, verdict=WORDS),), 0.1, None, UNFIT),

@@ -19,6 +19,7 @@ from launch import torchrun
 from warm import Warm
 
 from situs.cli.main import main
+from situs.cli.train import _next_command
 from situs.presets import preset_names
 from situs.train.checkpoint import RunFolder
 from situs.train.run import RunConfig
@@ -77,6 +78,20 @@ def test_a_first_run_says_what_it_does_and_what_comes_next(
         lines[3] == f"next: situs finetune --from {out} --out {out}-tuned, or situs export {out} --out {out}-exported"
     )
     assert re.search(r"step 2/2 · epoch 0.00 · loss .* samples/s · data-wait \d+ %", printed.err)
+
+
+def test_the_next_command_fits_what_is_labelled(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning needs two classes."""
+    out = tmp_path / "run"
+    assert main([*small, "--steps", "1", "--out", str(out)]) == 0
+    names = RunFolder.open(out, writer=False).classes()
+    assert names is not None and len(names) == 10
+    for classes, verb in ((names, "finetune"), (names[:2], "finetune"), (names[:1], "features"), (None, "features")):
+        monkeypatch.setattr(RunFolder, "classes", lambda _, classes=classes: classes)
+        assert _next_command(out, with_labels=False)[0] == verb
+        assert _next_command(out, with_labels=True) == ["evaluate", "accuracy", out]
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_preset(small: list[str], tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def test_a_client_that_empties_the_message_is_attacked_all_the_same() -> None:
     context = SimpleNamespace(state={}, node_id=7)
     sent = GuardMod(build, attacks=["patchembed"])(message_of("train", before), context, train)
     assert sent.error[0] == WITHHELD and context.state[KEPT] == {"uploads": 1}
+    warns, reply = GuardMod(build, attacks=["patchembed"], act="warn"), message_of("train", after)
+    assert warns(message_of("train", before), context, lambda *_: reply) is reply
 
 
 @pytest.mark.usefixtures("as_flower")

@@ -51,7 +51,7 @@ def test_mask_known_and_without_classifier() -> None:
     found = curve([row(0.5, known, None, 1.0 + known) for known in (False, True)], unknown="a zero vector")
     assert found.summary().sentence == (
         "With 50 % of the patches shuffled and the mask hidden from the model, the CLS token changes by 1 (25.0 % of "
-        "its length). With the mask known, the CLS token changes by 2."
+        "its length). If the model knows the mask, the CLS token changes by 2."
     )
     drawn = page(found)
     text = drawn.render()

@@ -112,6 +112,21 @@ def test_no_more_regions_are_chosen_than_asked_and_no_more_objects_than_their_sh
     assert int(few.sum()) == 2 and int(rest.sum()) == 18 and not none.any() and not left.any()
 
 
+def test_half_of_the_anchors_and_a_quarter_of_the_regions_match_an_object() -> None:
+    """As in torchvision's Mask R-CNN."""
+    rpn, heads, maps = made(anchors=40, regions=40)
+    published = peer(rpn, heads, maps, 40)
+    samplers = (
+        (rpn.fg_bg_sampler, published.rpn.fg_bg_sampler),
+        (heads.fg_bg_sampler, published.roi_heads.fg_bg_sampler),
+    )
+    for ours, theirs in samplers:
+        labels = torch.tensor([1] * 50 + [0] * 50)
+        ours.keys = torch.tensor([3])
+        counts = [[int(mask.sum()) for (mask,) in chosen] for chosen in (ours([labels]), theirs([labels]))]
+        assert counts[0] == counts[1] and sum(counts[0]) == 40
+
+
 def test_a_choice_belongs_to_the_sample_and_is_fair() -> None:
     labels = torch.tensor([1] * 8 + [0] * 8)
     choose = RegionSampler(8, 0.5, "a")

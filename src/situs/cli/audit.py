@@ -429,8 +429,8 @@ class Split(ImageArgs):
     """The attacker has this many other images (or texts) of the same data set. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """How many blocks run on the client, comma-separated: a number, "half" (half of all blocks) or "last" (all blocks
-    except the last one). Each of these depths is attacked."""
+    """Depths to attack, comma-separated. A depth is the number of blocks that run on the client, "half" (half of all
+    blocks) or "last" (all blocks except the last one)."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of the sent features: own (as the model computes them) or bf16 (bfloat16)."""

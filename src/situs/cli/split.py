@@ -263,7 +263,7 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
     """Measure the accuracy of a model that was trained by split learning, or generate text. The server runs the blocks.
-    Permutations and defence are the same as in training.
+    Situs uses the same permutations and defence as in training.
 
     With --server local, no server is needed, but RUN must contain the blocks. To generate text, RUN can also be a
     language model whose blocks the server has loaded (situs split serve --from). A locked language model needs --key.

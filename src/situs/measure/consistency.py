@@ -189,7 +189,7 @@ class ConsistencyCurve(Result):
             same = (
                 "" if known.consistency is None else f"{percent(known.consistency)} of the answers stay the same and "
             )
-            text += f" With the mask known, {same}the {self.reads} changes by {known.diff_norm:.3g}."
+            text += f" If the model knows the mask, {same}the {self.reads} changes by {known.diff_norm:.3g}."
         return text
 
     def numbers(self) -> dict[str, Any]:

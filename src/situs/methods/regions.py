@@ -95,6 +95,9 @@ class StagePyramid(nn.Module):
 RATIOS = (0.5, 1.0, 2.0)
 """Height over width of the anchors at each point."""
 
+ANCHORS, REGIONS = 0.5, 0.25
+"""Highest fraction of the chosen anchors, and of the chosen regions, that match an object."""
+
 BOX, MASK = 7, 14
 """Side of the pooled features of a region for its box, and for its mask, whose side is twice that."""
 
@@ -143,9 +146,11 @@ class Proposals(RegionProposalNetwork):
     def __init__(self, strides: Sequence[float], width: int, anchor: float, count: int, proposals: int) -> None:
         anchors = AnchorGenerator(tuple((anchor * stride,) for stride in strides), (RATIOS,) * len(strides))  # pyright: ignore[reportArgumentType]
         before, after = ({"training": n, "testing": m} for n, m in ((2 * proposals, proposals), (proposals, proposals)))
-        super().__init__(anchors, RPNHead(width, len(RATIOS), conv_depth=2), 0.7, 0.3, count, 0.5, before, after, 0.7)
+        super().__init__(
+            anchors, RPNHead(width, len(RATIOS), conv_depth=2), 0.7, 0.3, count, ANCHORS, before, after, 0.7
+        )
         self.strides = strides
-        self.fg_bg_sampler: Any = RegionSampler(count, 0.5, "detection.anchors")
+        self.fg_bg_sampler: Any = RegionSampler(count, ANCHORS, "detection.anchors")
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, maps: list[Tensor], shapes: Shapes, truth: Truth | None = None, keys: Tensor | None = None
@@ -190,12 +195,12 @@ class Regions(RoIHeads):
             Pool(strides, BOX),
             FastRCNNConvFCHead((width, BOX, BOX), [width] * 4, [hidden], norm),
             Predictor(hidden, classes),
-            *(0.5, 0.5, count, 0.25, None, score, 0.5, most),
+            *(0.5, 0.5, count, REGIONS, None, score, 0.5, most),
             Pool(strides, MASK),
             MaskRCNNHeads(width, [width] * 4, 1, norm),
             MaskRCNNPredictor(width, width, classes),
         )
-        self.fg_bg_sampler: Any = RegionSampler(count, 0.25, "detection.regions")
+        self.fg_bg_sampler: Any = RegionSampler(count, REGIONS, "detection.regions")
 
     def losses(
         self, maps: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, truth: Truth, keys: Tensor

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from situs.audit.split import prompts
 from situs.audit.split.prompts import (
+    BFLOAT16,
     Guide,
     Known,
     Prior,
@@ -233,11 +234,18 @@ def test_under_little_noise_the_search_goes_on_until_a_word_fits(
     assert reading.words == tuple(text.tolist()) and reading.proved == len(text) and reading.tried > 8 * len(text)
 
 
+def test_the_deviation_of_rounding_is_that_of_rounded_numbers() -> None:
+    for power in (-7, 0, 5):
+        numbers = 2.0**power * torch.linspace(1, 1.04, 100_001, dtype=torch.float64)
+        errors = (numbers.bfloat16().double() - numbers) / numbers
+        assert float(errors.square().mean().sqrt()) == pytest.approx(BFLOAT16, rel=0.05)
+
+
 def test_rounded_numbers_are_expected(scene: Any) -> None:
     """In bf16 the residual is what the rounding explains; without the rounding, the same states are not accepted."""
     backbone, known, private = scene("gpt2")
     states = sent(backbone, private[-1], 1).bfloat16().double()
-    reading = read_prompt(states, under_noise(known[1], 0.0, torch.finfo(torch.bfloat16).eps / 2 / 3**0.5))
+    reading = read_prompt(states, under_noise(known[1], 0.0, BFLOAT16))
     assert reading.certificate.holds and reading.words == tuple(private[-1].tolist())
     assert reading.certificate.residual is not None and reading.certificate.expected is not None
     assert 0.3 < reading.certificate.residual / reading.certificate.expected < 3

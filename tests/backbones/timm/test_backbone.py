@@ -10,6 +10,7 @@ from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.backbones import Backbone, create_backbone
+from situs.errors import SitusError
 
 
 def swin(size: tuple[int, int] = (32, 48), depths: tuple[int, ...] = (1, 2)) -> Any:
@@ -49,6 +50,14 @@ def test_a_stage_halves_the_grid_as_timm_does(size: tuple[int, int], depths: tup
     for (high, wide, dim), level in zip(grids, backbone.levels(), strict=True):
         assert (dim, high, wide) == (level.dim, *(-(-side // 2**level.halved) for side in backbone.grid))
     assert backbone.encode(backbone.embed(images(backbone))).patches.shape[1:] == (grids[-1][0] * grids[-1][1], dim)
+
+
+def test_swin_has_positions_for_its_own_grid_alone() -> None:
+    backbone = swin()
+    assert backbone.positions(backbone.grid).rigid == backbone.positions().rigid != ""
+    high, wide = backbone.grid
+    with pytest.raises(SitusError, match=rf"no positions for a grid of {wide}x{high}: its windows and their masks"):
+        backbone.positions((wide, high))
 
 
 @pytest.mark.parametrize("make", [swin, lambda: small_vit(depth=3), lambda: small_vit(name="beit_base_patch16_224")])

@@ -38,6 +38,13 @@ def test_what_is_made_is_private_and_can_be_read(folder) -> None:
         make_certificates(folder.parent / "other", clients=("../x",))
 
 
+def test_the_lines_name_the_authority_and_the_fingerprint_of_each_certificate(tmp_path) -> None:
+    first, *others = make_certificates(tmp_path / "certs", clients=("ann",), days=1)
+    assert first == f"{tmp_path / 'certs' / 'ca.pem'}: the authority, valid for 1 day; its key is not stored"
+    names = [tmp_path / "certs" / f"{name}.pem" for name in ("server", "ann")]
+    assert others == [f"{name}: fingerprint {fingerprint(name.read_bytes())}" for name in names]
+
+
 def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
     other, old = tmp_path / "other", tmp_path / "old"
     make_certificates(other)

@@ -51,6 +51,9 @@ from situs.locks.attacks.match import assign
 RIDGE, SMALLEST = 1e-3, 1e-3
 """Of the regression, relative to the spread of word vectors; added to the covariance of standardised states."""
 
+BFLOAT16 = torch.finfo(torch.bfloat16).eps / 2 / math.sqrt(3)
+"""Standard deviation of the rounding to bfloat16, relative to a number just above a power of two."""
+
 FIRST, LARGEST, NEAR = 8, 512, 4
 """Candidates tried together at first, and at most; how many times as many words a shortlist has as are asked for."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from torch import Tensor
 from situs.audit.deadline import Deadline
 from situs.audit.run import Card, run
 from situs.audit.split.prompts import (
+    BFLOAT16,
     Columns,
     Known,
     Reading,
@@ -297,7 +297,7 @@ class Prompts:
             if 0 in depths:
                 self._known[0] = replace(self._known[0], scale=self.unit)
         plain = self._known[row.depth]
-        wire = torch.finfo(torch.bfloat16).eps / 2 / math.sqrt(3) if self.rounded else 0.0
+        wire = BFLOAT16 if self.rounded else 0.0
         sigma = row.veil.strength * plain.scale if row.veil.kind == "noise" else 0.0
         return under_noise(plain, sigma, wire)
 
