@@ -6,7 +6,18 @@ import copy
 import pickle
 from pathlib import Path
 
-from situs.errors import SitusError, counted, first_line, reason_of, unknown_name, verb
+from situs.errors import (
+    DataError,
+    SitusError,
+    counted,
+    first_line,
+    missing_extra,
+    none_read,
+    one_line,
+    reason_of,
+    unknown_name,
+    verb,
+)
 
 
 def test_a_wrong_value_is_said_with_its_field_and_what_is_allowed():
@@ -64,3 +75,20 @@ def test_what_others_raise_is_the_end_of_a_sentence() -> None:
     assert reason_of(OSError("Broken Pipe")) == "broken pipe"  # some libraries give no number
     assert first_line(ValueError("  one\n two")) == "one" and first_line(ValueError("")) == "ValueError"
     assert first_line(ValueError("\n")) == "ValueError" and first_line(ValueError("x" * 121)) == "x" * 120
+
+
+def test_control_characters_are_shown_and_other_letters_stay() -> None:
+    assert one_line("a\nb\tc\x1b ä’") == r"a\nb\tc\x1b ä’" and one_line("ä b") == "ä b"
+    assert str(SitusError("runs/a\nb: holds no run")) == r"runs/a\nb: holds no run"
+    assert str(DataError("one\rtwo")) == r"one\rtwo" and DataError("x").field == "data"
+
+
+def test_of_a_set_none_of_whose_samples_can_be_read_the_number_is_told() -> None:
+    assert none_read("set", 1, "images") == "set: its only image cannot be read"
+    assert none_read("set", 2, "clips") == "set: none of its 2 clips can be read"
+    assert none_read("set", 1200, "images") == "set: none of its 1,200 images can be read"
+
+
+def test_what_is_not_installed_is_told_with_the_command_that_installs_it() -> None:
+    said = "An export to ONNX needs the package 'onnxscript': pip install 'situs[onnx]'"
+    assert str(missing_extra("onnxscript", "onnx", "An export to ONNX")) == said

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.folder_lock import NAME, lock_folder
+from situs.folder_lock import NAME, in_turn, lock_folder
 
 HOLDER = """
 import os, sys, time, pathlib
@@ -50,6 +51,15 @@ def test_an_error_lets_go(tmp_path: Path) -> None:
         pass
 
 
+def test_the_words_of_a_holder_replace_those_of_one_before(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("x" * 300)
+    with lock_folder(tmp_path):
+        assert (tmp_path / NAME).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        (tmp_path / NAME).write_text(" ")
+        with pytest.raises(SitusError, match="another process is using this folder"), lock_folder(tmp_path):
+            pass
+
+
 @pytest.mark.parametrize("fork", [[], ["fork"]], ids=["alone", "worker outlives it"])
 def test_a_killed_holder_holds_no_more(tmp_path: Path, fork: list[str]) -> None:
     """Processes forked by the holder share its file: they must let go of it, and not of the holder's lock."""
@@ -79,9 +89,44 @@ def test_a_lock_that_was_taken_away_meanwhile_is_no_lock(tmp_path: Path, monkeyp
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
+    before = open_files()
     with lock_folder(tmp_path):
         assert len(tries) == 2
         assert (tmp_path / NAME).exists()
+        assert len(open_files()) == len(before) + 1
+        with pytest.raises(SitusError, match="is using this folder"), lock_folder(tmp_path):
+            pass
+    assert open_files() == before
+
+
+def open_files() -> set[str]:
+    """The numbers of this process's open files, without the one that lists them."""
+    return {file.name for file in Path("/proc/self/fd").iterdir() if file.exists()}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_who_comes_in_turn_makes_the_folder_and_lets_go_at_the_end(tmp_path: Path, wait: bool) -> None:
+    file = tmp_path / "deep" / "er" / "lock"
+    for _ in range(2):
+        with in_turn(file, wait=wait) as mine:
+            assert mine and file.is_file()
+            with in_turn(file, wait=False) as also:
+                assert not also
+    with pytest.raises(RuntimeError, match="a bug"), in_turn(file, wait=wait):
+        raise RuntimeError("a bug")
+    with in_turn(file, wait=wait) as mine:
+        assert mine
+
+
+def test_on_a_disk_without_locks_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with lock_folder(tmp_path), lock_folder(tmp_path), in_turn(tmp_path / "x") as mine:
+        assert not mine
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.results import Provenance, Result, Summary, Table, finite, percent, show
+from situs.results import Provenance, Result, Summary, Table, channels_drawn, finite, percent, points, show
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,28 @@ def test_it_reads_back(share: float, digits: int) -> None:
 )
 def test_show(value: str | float | bool | None, shown: str) -> None:
     assert show(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "text"),
+    [(0.65625, 2, "65.62"), (0.9, 0, "90"), (1.0, 1, "100.0"), (None, 2, None), (math.nan, 2, None)],
+)
+def test_points_are_percent_without_the_unit(share: float | None, digits: int, text: str | None) -> None:
+    assert points(share, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("channels", "drawn"),
+    [(1, None), (2, "as the mean of both"), (3, None), (4, "with the first three as red, green and blue")],
+)
+def test_channels_that_are_no_colours_say_how_they_are_drawn(channels: int, drawn: str | None) -> None:
+    said = f"The images have {channels} channels and are drawn {drawn}."
+    assert channels_drawn(channels) == (said if drawn else "")
+
+
+def test_a_title_begins_with_the_name_of_the_data() -> None:
+    assert Provenance({"data": "flowers"}).title("top-1") == "flowers, top-1"
+    assert Provenance({"split": "val"}).title("top-1") == "top-1"
 
 
 def test_plain_columns_are_aligned() -> None:

@@ -60,6 +60,20 @@ def test_of_a_large_file_its_beginning_and_its_end_are_read(tmp_path: Path) -> N
         assert (fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")) == noticed, at
 
 
+def test_a_linked_folder_counts_and_a_hidden_one_does_not(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.png").write_bytes(b"0")
+    seen = [fingerprint(images)]
+    (images / ".hidden").symlink_to(tmp_path / "elsewhere")
+    (images / "broken.png").symlink_to(tmp_path / "none")
+    seen.append(fingerprint(images))
+    (images / "class-x").symlink_to(tmp_path / "elsewhere")
+    seen.append(fingerprint(images))
+    (tmp_path / "elsewhere" / "a.png").write_bytes(b"00")
+    seen.append(fingerprint(images))
+    assert seen[0] == seen[1] and len({*seen}) == 3
+
+
 def test_a_file_is_data_too(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1234")
     (tmp_path / "b").write_bytes(b"1234")

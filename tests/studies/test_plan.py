@@ -145,6 +145,13 @@ def test_cells_and_points_need_a_job_and_a_figure() -> None:
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "look", "figure": "loss[x]"}]}]))
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))
+    for line, said in (
+        ({"job": "tuned-{x}", "at": [0.25, 0.75], "figure": "f"}, "unknown job 'tuned-0.75'"),
+        ({"job": ["look", "pre-0.5"], "at": [1, 2], "figure": ["f", "g[x]"]}, r"figure='g\[x\]': \[x\] must be"),
+        ({"job": "look", "at": [1]}, "names the job 'look', but not which "),
+    ):
+        with pytest.raises(SitusError, match=rf"^curves\[0\].lines\[0\]: {said}"):
+            planned(study(curves=[{"x": "x", "y": "y", "lines": [{"name": "l", **line}]}]))
     line = {"name": "l", "job": "look", "figure": "a[*].b", "over": "a[*"}
     with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': must be a path in"):
         planned(study(curves=[{"x": "x", "y": "y", "lines": [line]}]))
@@ -161,6 +168,15 @@ def test_a_row_goes_before_its_column() -> None:
         [("", "z"), ("tuned-0.5", "z")],
         [("tuned-0.5", "x"), ("tuned-0.5", "y")],
     ]
+
+
+def test_a_fine_tuning_without_a_method_learns_classes() -> None:
+    change = {"method": {"mask_ratio": 0.5}}  # of MP3, which a pretraining has by default
+    check_configs(planned(study(jobs={**FILE["jobs"], "x": {"verb": "pretrain", "change": change}})))
+    for verb in ("finetune", "split train"):
+        job = {"verb": verb, "after": "look", "change": change}
+        with pytest.raises(SitusError, match=r"jobs\.x\.change: method\.mask_ratio: unknown key"):
+            check_configs(planned(study(jobs={**FILE["jobs"], "x": job})))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,15 @@ def test_a_mistake_of_a_job_names_it(tmp_path: Path) -> None:
             load_study(tmp_path / "mine.toml")
 
 
+def test_the_configs_of_its_trainings_are_looked_at_where_they_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    study = 'title = "t"\nshows = "s"\n[jobs.a]\nverb = "pretrain"\nchange.optim.lrr = 1\n[[pictures]]\njob = "a"\n'
+    file.write_text(study)
+    assert [*load_study(file, configs=False).jobs] == ["a"]
+    with pytest.raises(SitusError, match=r"mine\.toml: jobs\.a\.change: optim\.lrr: unknown key"):
+        load_study(file)
+
+
 @pytest.mark.parametrize("verb", EARLIER)
 def test_a_study_of_an_earlier_version_is_read_in_the_words_of_this_one(verb: str) -> None:
     now, more = EARLIER[verb]
