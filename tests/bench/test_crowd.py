@@ -100,3 +100,28 @@ def test_who_has_lost_the_first_process_goes_too(tmp_path: Path, monkeypatch: py
     with pytest.raises(SystemExit):
         crowd.take_part(tmp_path, 0)
     assert sys.exc_info()[0] is None
+
+
+def test_processes_that_nobody_waits_for_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            self.number = int(command[-1])
+
+        def poll(self) -> int | None:
+            return 0 if self.number == 0 else None
+
+        def kill(self) -> None:
+            ended.append(("kill", self.number))
+
+        def wait(self) -> None:
+            ended.append(("wait", self.number))
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    answers = crowd.measure_at_once(CASES, Timing(), CPU, {})
+    assert next(answers)[0] == 0
+    answers.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    assert ended == [("kill", 1), ("wait", 1), ("kill", 2), ("wait", 2)]

@@ -186,3 +186,20 @@ def test_the_ceiling_is_measured_once_for_each_precision(monkeypatch: pytest.Mon
     rows = step.measure_in_turn([StepCase()], Timing(), torch.device("cuda"), {})
     assert [row.case.method for _, row in rows if isinstance(row, StepRow)] == ["supervised"]
     assert asked[2:] == [("fp32", 1.0)]  # a GPU needs longer
+
+
+def test_a_wrong_field_of_a_table_is_named_with_its_file(tmp_path: Path) -> None:
+    damaged = table(0.010).to_json()
+    damaged["timing"]["steps"] = "many"
+    (tmp_path / "step.json").write_text(json.dumps(damaged))
+    with pytest.raises(SitusError, match=rf"^{tmp_path / 'step.json'}: steps='many': must be") as caught:
+        read_steps(tmp_path / "step.json")
+    assert caught.value.field == "steps"
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "PACKAGES", ("torch", "no-such-package-of-anybody"))
+    facts = step.describe_machine(torch.device("cpu"))
+    assert facts["no-such-package-of-anybody"] is None and facts["torch"].startswith(torch.__version__.split("+")[0])
+    assert facts["device"].startswith("CPU, ") and facts["cuda"] is None
+    assert step.describe_machine(torch.device("meta"))["device"] == "meta"

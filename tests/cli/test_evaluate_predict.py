@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 import situs
 from situs.cli.main import main
+from situs.data.config import DataConfig
+from situs.errors import SitusError
 from situs.measure.predict import Prediction, Predictions
+from situs.models import Model
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
 
@@ -160,3 +165,20 @@ def test_the_classes_are_counted_and_five_named(
         [f"{n}.png" for n, name in enumerate(names) if not name],
     )
     assert document["named"] == {name: names.count(name) for name in names if name}
+
+
+def test_what_cannot_be_predicted_or_written_is_one_sentence(tmp_path: Path) -> None:
+    model = Model("m", small_vit(8, num_classes=3), input=DataConfig(img_size=8, workers=0), classes=("a", "b", "c"))
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "1.png").write_bytes(b"nothing")
+    for data, out, said, field in (
+        ("samples", tmp_path / "folder.csv", "must be a file ending in .csv, but is a folder", "out"),
+        ("samples", tmp_path / "p.txt", "must be a file ending in .csv", "out"),
+        (None, None, "m: is not a run, so its data is not known; give the images to classify", "data"),
+        (str(tmp_path / "broken"), None, "broken: its only image cannot be read", None),
+    ):
+        with pytest.raises(SitusError, match=re.escape(said)) as caught:
+            situs.predict(model, data, out=out)
+        assert field is None or caught.value.field == field
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "folder.csv"]

@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import binomtest
 from sklearn.metrics import balanced_accuracy_score, log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.measure import evaluate_ensemble
-from situs.measure.accuracy import Accuracy, ClassAccuracy, Tally, evaluate_accuracy, measure_accuracy
+from situs.measure.accuracy import (
+    Accuracy,
+    ClassAccuracy,
+    LabelTally,
+    Tally,
+    evaluate_accuracy,
+    hard,
+    measure_accuracy,
+)
 from situs.methods.base import Batch
 from situs.models import open_model
 
@@ -199,3 +208,20 @@ def test_the_source_says_what_its_samples_are_called() -> None:
     said = evaluate_accuracy(open_model(Model(3), img_size=4), source, count=4).summary()
     assert "of 4 maps of 3 classes" in said.sentence
     assert said.tables[0].title == "seen, 4 maps"
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 7), (3, 7), (7, 7), (812, 1000)])
+def test_the_interval_is_scipys(right: int, count: int) -> None:
+    low, high = Accuracy(right / count, 1.0, count, 0.1, 0.5, 0.3, 12).interval
+    known = binomtest(right, count).proportion_ci(0.95, method="wilson")
+    assert (low, high) == pytest.approx((known.low, known.high), abs=1e-4)
+
+
+def test_labels_of_several_classes_are_no_class_numbers() -> None:
+    shares = torch.tensor([[0.2, 0.8, 0.0], [0.6, 0.0, 0.4]])
+    assert hard(shares).tolist() == [1, 0] and hard(torch.tensor([2, 0])).tolist() == [2, 0]
+    with pytest.raises(SitusError, match="the data is multi-label, but this evaluation needs one class per") as caught:
+        hard(torch.tensor([[0, 1, 1]]))
+    assert caught.value.field == "data"
+    with pytest.raises(SitusError, match="there are no samples to evaluate on"):
+        LabelTally().result()

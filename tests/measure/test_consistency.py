@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -242,3 +244,17 @@ def test_mistakes_are_named() -> None:
         measure_consistency(make(), batches(3), ())
     with pytest.raises(SitusError, match=r"grid=\(2, 2\): .* has the fixed grid \(4, 6\)"):
         measure_consistency(make(), batches(3), (0.5,), grid=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"), [((28, 28), (14, 14)), ((32, 32), (8, 8)), ((28, 32), (8, 8)), ((32, 28), (8, 8))]
+)
+def test_a_network_without_tokens_is_cut_as_the_papers_do_where_that_divides(size: Any, grid: Any) -> None:
+    backbone = create_backbone("test_resnet")
+    if any(side % 8 for side in size) and grid == (8, 8):
+        with pytest.raises(SitusError, match=r"grid=\(8, 8\): must divide the input size"):
+            shuffled(backbone, size=size)
+        return
+    assert shuffled(backbone, size=size).grid == grid
+    with pytest.raises(SitusError, match=r"grid=\(0, 4\): must divide"):
+        shuffled(backbone, size=size, grid=(0, 4))

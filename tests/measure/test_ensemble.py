@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor
 
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, measure_accuracy
-from situs.measure.ensemble import Ensemble, combine, measure_ensemble
+from situs.measure.ensemble import Ensemble, combine, evaluate_ensemble, measure_ensemble
 from situs.methods.base import Batch
 
 CLASSES = 6
@@ -116,6 +117,13 @@ def test_other_classes_and_other_averages_are_refused() -> None:
         measure_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, {name: batches(4) for name in "ab"})
     with pytest.raises(SitusError, match="average='votes': must be softmax or logits"):
         measure_ensemble({"a": sharp}, {name: batches() for name in "a"}, average="votes")
+
+
+def test_one_model_is_no_ensemble() -> None:
+    for models in ([small_vit(16, num_classes=3)], []):
+        with pytest.raises(SitusError, match="an ensemble needs at least two models") as caught:
+            evaluate_ensemble(models, "samples")
+        assert caught.value.field == "model"
 
 
 def scored(top1: float, top5: float = 0.75) -> Accuracy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from builders import small_vit
 
 from situs.config import from_dict
 from situs.data.batch import Batch
+from situs.errors import SitusError
 from situs.measure import hooks
 from situs.measure.features import extract
 from situs.measure.hooks import PASSES, Frozen, frozen_start
@@ -62,6 +63,19 @@ def test_the_baselines_are_those_of_the_evaluations(positions: bool, monkeypatch
     assert frozen.look(method, val, "fp32").command.startswith("situs evaluate probe start --kind class --pool ")
     method.backbone.refusals = {"tokens": "none"}
     assert frozen.look(method, val, "fp32") is None
+
+
+def test_where_no_linear_classifier_can_be_fitted_neighbours_are_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    method: Any = SimpleNamespace(backbone=small_vit(8))
+    train, val = Set(1, 24), Set(2, 20)
+    monkeypatch.setattr(hooks, "make_loader", lambda *_, **__: train)
+
+    def refused(*_: Any) -> Any:
+        raise SitusError("too few samples")
+
+    monkeypatch.setattr(hooks, "fit_probe", refused)
+    found: Any = Frozen(config(), cast(Any, train.source), True).look(method, cast(Any, val), "fp32")
+    assert found.name.startswith("kNN on its ") and 0 < found.top1 <= 1
 
 
 def test_a_command_repeats_the_data_and_the_model(tmp_path: Path) -> None:

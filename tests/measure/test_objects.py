@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from situs.measure.objects import (
     count_objects,
     draw_masks,
     evaluate_objects,
+    measure,
     to_file_pixels,
 )
 from situs.models import Model
@@ -82,6 +85,15 @@ def test_images_of_crowds_alone_have_no_precision(model: Model, tmp_path: Path) 
     data = write_coco(tmp_path, {"train": 2}, crowds)
     with pytest.raises(SitusError, match=r": none of the 2 images has an object .*crowds"):
         evaluate_objects(model, data, split="train")
+
+
+def test_no_images_have_no_precision(model: Model, data: Path) -> None:
+    source = open_source(data, "val", target="objects", objects=ObjectConfig(CLASSES))
+    loader: Any = SimpleNamespace(source=source, device=torch.device("cpu"))
+    method: Any = model.method
+    with pytest.raises(SitusError, match=f"{re.escape(source.name)}: there are no images to evaluate on") as caught:
+        measure(method, loader, [])
+    assert caught.value.field == "data"
 
 
 def test_who_says_the_truth_is_right(model: Model, data: Path) -> None:

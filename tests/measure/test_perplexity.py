@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from sentences import write_plain
+from tiny_texts import write_folder
 from torch import Tensor
 
 from situs.data.batch import VOID
 from situs.errors import SitusError
-from situs.measure.perplexity import Perplexity, WordScores, measure_perplexity
+from situs.measure.perplexity import Perplexity, WordScores, evaluate_perplexity, measure_perplexity
 from situs.methods.base import Batch
+from situs.models import open_model
 
 
 def repeating(words: Tensor, mask: Tensor | None) -> Tensor:
@@ -54,3 +58,13 @@ def test_a_loss_beyond_all_bounds_is_a_number_still() -> None:
         assert (found.accuracy, found.words) == (0.0, 2)
     (bars,) = Perplexity(WordScores(2.0, 1.0, 0.25, 4)).figures()
     assert bars.values == ({"next words predicted right": 25.0}, "%")
+
+
+def test_answers_that_are_no_numbers_have_no_perplexity(tmp_path: Path) -> None:
+    data = write_plain(tmp_path / "data")
+    model = open_model(write_folder(tmp_path / "model", "gpt2"))
+    assert evaluate_perplexity(model, data, count=4).scores.words > 0
+    with torch.no_grad():
+        model.backbone.model.transformer.ln_f.weight.fill_(math.nan)
+    with pytest.raises(SitusError, match="some of its outputs are NaN, so it has no perplexity"):
+        evaluate_perplexity(model, data, count=4)

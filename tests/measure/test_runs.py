@@ -256,3 +256,9 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     with pytest.raises(SitusError, match=r"config\.json"):
         read_runs([broken])
+
+
+def test_a_folder_that_stands_twice_has_its_whole_path(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    assert short_names([here, there]) == ["a", "b"]
+    assert short_names([here, there, tmp_path / "." / "a"]) == [str(here), str(there), str(here)]

@@ -253,6 +253,15 @@ def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> Non
     assert (tmp_path / "new" / "mine-layers.png").is_file() and (tmp_path / "new" / "mine.json").is_file()
 
 
+def test_only_the_first_of_several_ranks_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = RESULTS["LayerKnn"][0]()
+    monkeypatch.setattr("situs.pages.distributed.rank", lambda: 1)
+    for out, page in ((tmp_path / "deep", tmp_path / "deep" / f"{result.file}.html"), (tmp_path / "my.html",) * 2):
+        assert publish(result, out) == page
+        assert write_numbers(result, out) == page.with_suffix(".json")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     """JSON has no NaN, and strict readers refuse a file that holds one."""
 

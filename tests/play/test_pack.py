@@ -120,3 +120,13 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
         with pytest.raises(SitusError, match=said) as error:
             described(model)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+def test_mjp_is_told_with_its_ratio_and_its_unknown_position(unknown: bool) -> None:
+    method = small_method("mjp", small_vit(num_classes=3), mask_ratio=0.3, unknown=unknown)
+    about, tensors = described(a_model(method, classifier=True))
+    assert (about["kind"], about["hidden"], len(about["classes"])) == ("classes", 0.3, 3)
+    assert ("unknown" in tensors) == unknown
+    assert not unknown or tensors["unknown"] is method.unknown
+    assert about["classes"] == ["class 0", "class 1", "class 2"]

@@ -54,6 +54,19 @@ def test_rounding_is_for_what_does_not_fit_and_refused_where_it_shows(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html"]
 
 
+def test_a_classifier_without_a_run_is_asked_itself(tmp_path: Path) -> None:
+    """Rounded to 16 bits, its answers are compared with its own."""
+    model = playing(CASES["supervised"], width=64)
+    bare = replace(model, method=None)
+    about, tensors = described(bare)
+    assert about["kind"] == "classes"
+    long, short = (len(packed(tensors, short=each)[0]) / 1e6 for each in (False, True))
+    rest = write_playground(bare, tmp_path / "a.html", count=2).megabytes - long
+    made = write_playground(bare, tmp_path / "b.html", count=2, most_mb=rest + short + 0.01)
+    beside = write_playground(model, tmp_path / "c.html", count=2, most_mb=rest + short + 0.01)
+    assert made.bits == beside.bits == 16 and 0 < made.error == beside.error
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

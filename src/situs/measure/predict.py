@@ -113,8 +113,6 @@ def predict(
             shares.append(best.values)
             names.append(best.indices)
             rows.append(sample_of(part.ids))
-    if not rows:
-        raise SitusError(f"{loader.source.name}: has no {loader.source.things} to classify", field="data")
     shares = torch.cat(shares).tolist()
     check_numbers(model.name, sum(shares))
     classes = model.classes or tuple(map(str, range(logits.shape[-1])))

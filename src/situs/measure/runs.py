@@ -379,7 +379,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return ["/".join(part) for part in parts]
+    return [str(folder.resolve()) for folder in folders]  # one of them stands twice
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:

@@ -107,8 +107,6 @@ def write_playground(
 def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
     """The images as bytes [n, H, W, C], as the model's inputs, and their labels; the classes take turns."""
     batches = list(loader)
-    if not batches:
-        raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
     shown = torch.cat([loader.shown(batch.inputs).cpu() for batch in batches])
     pixels = (shown * 255).round().clamp(0, 255).to(torch.uint8)
     inputs = (pixels.float() / 255 - loader.mean.cpu().view(-1, 1, 1)) / loader.std.cpu().view(-1, 1, 1)

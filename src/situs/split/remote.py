@@ -164,7 +164,6 @@ class SplitStepper(Stepper):
         while len(self._flights) < AHEAD and self._launch():
             pass
         if not self._flights:
-            self._parts.popleft()
             return super()._backward(part)
         self.client.landing = flight = self._flights.popleft()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from situs.audit.split.attackers import (
     Restored,
     SplitFinding,
     _lacked,
+    _together,
     attack,
     restore,
     unclustered,
@@ -46,6 +47,25 @@ def held() -> Stage:
 def tried(held: Stage, name: str, defence: str, *permute: str) -> SplitFinding:
     veil = parse_veil(defence, permute)
     return attack(name, Scene.of(held, veil))
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_places_name_rows_of_the_whole_sending(prefix: int) -> None:
+    """Three samples of five rows in any order: each place has a row of its own sample, and the mean it believes in."""
+    chance = torch.Generator().manual_seed(0)
+    fixed, clear = torch.randn(prefix, 4, generator=chance), torch.randn(3, 5 - prefix, 4, generator=chance)
+    order = torch.stack([torch.randperm(5, generator=chance) for _ in range(3)])  # the clear row of each that is sent
+    whole = torch.cat([fixed.expand(3, -1, -1), clear], dim=1)
+    seen = whole.gather(1, order[..., None].expand_as(whole))
+
+    def beliefs(tokens: torch.Tensor) -> torch.Tensor:
+        return (torch.cdist(clear, tokens) < 1e-3).float() * 0.9 + 0.1 / (5 - prefix)
+
+    side, model = SimpleNamespace(prefix=fixed), SimpleNamespace(beliefs=beliefs)
+    index, expected = _together(seen, cast(Any, side), cast(Any, model))
+    assert torch.equal(seen.flatten(0, 1)[index], clear)
+    wanted = 0.9 * clear + 0.1 * clear.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(expected, wanted)
 
 
 @pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])

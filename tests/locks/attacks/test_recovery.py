@@ -34,6 +34,7 @@ from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
     STEPS,
     KeyRecovery,
+    _reads,
     bits_left,
     check_finite,
     drift,
@@ -326,6 +327,18 @@ def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -
     for got, gram in zip((reads, stream, writes, head), expected, strict=True):
         gram = torch.as_tensor(gram).double()
         assert torch.allclose(got, gram * 24**0.5 / gram.norm(), atol=1e-5)
+
+
+def test_the_input_of_a_projection_is_known_by_its_bias() -> None:
+    state = {
+        "linear.weight": torch.zeros(5, 3), "linear.bias": torch.zeros(5),
+        "conv1d.weight": torch.zeros(3, 5), "conv1d.bias": torch.zeros(5),  # as GPT-2 has it
+        "square.weight": torch.zeros(4, 4), "square.bias": torch.zeros(4),
+        "bare.weight": torch.zeros(5, 3),
+    }  # fmt: skip
+    inputs = {"linear": 1, "conv1d": 0, "square": 1, "bare": 1}
+    for name, axis in inputs.items():
+        assert [_reads(state, Member(f"{name}.weight", at)) for at in (0, 1)] == [axis == 0, axis == 1], name
 
 
 def test_centring_is_found_without_a_base() -> None:

@@ -12,7 +12,9 @@ from memory_kinds import CLASSES, SIDE, pictures
 
 from situs.data.config import DataConfig
 from situs.data.sources.base import TensorSource
-from situs.measure.adapt.bench import DECAYS, SCALES, Bench, rates_of, updates
+from situs.data.sources.subset import Subset
+from situs.errors import SitusError
+from situs.measure.adapt.bench import DECAYS, SCALES, Bench, part_of, rates_of, updates
 from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.probe.linear import head_of
@@ -124,3 +126,44 @@ def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(
 def test_what_the_folds_choose_among_rises_by_equal_factors(settings: tuple[float, ...]) -> None:
     factors = [b / a for a, b in pairwise(settings)]
     assert len(settings) >= 4 and factors == pytest.approx([factors[0]] * len(factors)) and factors[0] > 1
+
+
+def test_a_fold_without_images_is_left_out(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    features = own.features(own.make(origin, "class means")[1].backbone)[0]
+    folds = torch.arange(30) % 2  # the others are empty
+    for row in own.frozen(origin, features, folds):
+        assert bool(row.right.isfinite().all())
+    row = own.trained("head", origin, features, 0.1, 2 * folds, 3, 1)
+    assert bool(row.right.isfinite().all())
+
+
+def test_without_a_probe_the_head_keeps_its_weights(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    model = own.make(origin, "head")[1]
+    features, head = torch.randn(30, 192), head_of(model.backbone, 3)
+    before = head.weight.detach().clone()
+    own._begin(model, features[:, : head.in_features], None, torch.arange(30))
+    assert torch.equal(head.weight, before)
+    own._begin(model, features[:, : head.in_features], 0.1, torch.arange(30))
+    assert not torch.equal(head.weight, before)
+
+
+def test_a_training_that_diverges_ends_in_one_sentence(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    config, model = own.make(origin, "head")
+    with torch.no_grad():
+        head_of(model.backbone, 3).weight.fill_(torch.nan)
+    with pytest.raises(SitusError, match="the loss is NaN or infinite") as caught:
+        list(updates(model, own.loader(training=True), config, 2))
+    assert caught.value.field == "data"
+
+
+def test_a_part_of_a_set_has_its_rows(bench: tuple[Bench, Initial]) -> None:
+    train, rows = bench[0].train, torch.tensor([7, 2, 29])
+    for part in (part_of(train, rows), part_of(Subset(train, 30), rows)):
+        assert len(part) == 3 and part.classes == CLASSES
+        for at, row in enumerate(rows.tolist()):
+            one, other = part.read(at), train.read(row)
+            assert torch.equal(torch.as_tensor(one["image"]), torch.as_tensor(other["image"]))
+            assert one["label"] == other["label"]

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import timm
+import tiny_texts
 import torch
+from builders import small_vit
 from memory_kinds import CLASSES, SIDE, pictures, write_folder
 from safetensors.torch import save_file
 
@@ -25,6 +27,7 @@ from situs.measure.adapt.bench import Bench
 from situs.measure.adapt.run import FEWEST, FROZEN, plan_of, seconds_of
 from situs.measure.adapt.ways import PARTS
 from situs.measure.probe.linear import head_of
+from situs.train.distributed import Ranks
 from situs.train.run import load_run
 
 TRAIN, TEST = pictures(24, 0), pictures(12, 1)
@@ -245,6 +248,98 @@ def test_no_update_is_timed_where_none_fits(model: Path, tmp_path: Path, monkeyp
     assert "not enough" in sentence and "LoRA, all layers, head." in sentence
 
 
+def test_after_pretraining_the_frozen_recipes_are_tried_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the training split and the images without labels, never on those of the test."""
+    monkeypatch.setattr(runs, "plan_of", lambda *_: runs.Plan({(FROZEN, True): 1.0}, 5, 2, 0.0))
+    seen, more = recorded(monkeypatch), pictures(5, 2)[0]
+    options = {**OPTIONS, "quiet": False}
+    result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", method="mp3", unlabelled=more, **options)
+    frozen = ["kNN", "class means", "linear probe"]
+    assert [each.name for each in result.tried] == [*frozen, *(f"{way} after mp3" for way in frozen)]
+    first, last = result.tried[0].origin, result.tried[-1].origin
+    assert (first.name, last.name, first.positions, last.positions, last.frozen) == ("", "mp3", None, "learned", "none")
+    said = capsys.readouterr().out
+    assert "pretrained with mp3: 2 updates on 29 images\n" in said
+    assert "plan: pretraining with mp3, 2 updates, about 1 s\n" in said
+    test, together = ({image.transpose(2, 0, 1).tobytes() for image in part} for part in (TEST[0], [*TRAIN[0], *more]))
+    assert any(images == together and training for images, training in seen)
+    assert not any(images & test for images, training in seen if training)
+
+
+def test_a_time_limit_ends_a_pretraining(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {("head", False): 1.0, (FROZEN, True): 1.0, ("head", True): 1.0}
+
+    def planned(*_: Any) -> Any:
+        monkeypatch.setattr(runs.time, "perf_counter", lambda: 1e15)
+        return runs.Plan(steps, 1, 2, 0.0)
+
+    monkeypatch.setattr(runs, "plan_of", planned)
+    result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", method="mp3", **OPTIONS)
+    missing = (
+        "The time limit was reached before these recipes were finished: head, pretraining with mp3, head after mp3."
+    )
+    assert missing in " ".join(result.remarks) and len(result.tried) == 3
+
+
+def test_images_that_cannot_be_read_are_left_out(model: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data")
+    broken = sorted((folder / "train").rglob("*.png"))[:2]
+    for number, file in enumerate(broken):
+        file.write_bytes(b"nothing")
+        data = {"path": str(folder), "resident_gib": 1e-9}
+        options = {**OPTIONS, "minutes": 1e-6}
+        result = situs.adapt(model, data=data, out=tmp_path / f"out{number}", **options)
+        lost = (
+            "1 labelled image cannot be read, and is left out.",
+            "2 labelled images cannot be read, and are left out.",
+        )
+        assert lost[number] in " ".join(result.remarks)
+        assert result.provenance.left_out[0].startswith(f"{number + 1} of 24 images of data (train) could not be read")
+        assert len(result.labels) == 23 - number and all(len(each.right) == 23 - number for each in result.tried)
+
+
+def test_a_run_that_cannot_be_exported_is_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> None:
+        raise SitusError("its table is in no library")
+
+    monkeypatch.setattr(runs, "export_model", refused)
+    data = {"train": (TRAIN[0][:3], MEMORY["train"][1][:3]), "test": MEMORY["test"]}
+    situs.adapt(model, data=data, out=tmp_path / "out", **{**OPTIONS, "quiet": False})
+    assert "no export was written: its table is in no library" in capsys.readouterr().out
+    assert load_run(tmp_path / "out").classes == CLASSES and not (tmp_path / "out" / "export").exists()
+
+
+def test_of_few_images_without_a_test_split_none_is_held_out(tmp_path: Path) -> None:
+    model = small_vit(SIDE, depth=1)
+    result = situs.adapt(model, data=(TRAIN[0][:2], MEMORY["train"][1][:2]), out=tmp_path / "out", **OPTIONS)
+    assert "The data has too few images to hold some out for testing, so the model was not tested." in result.remarks
+    assert not any("were held out" in remark for remark in result.remarks)
+    assert result.test is None and len(result.labels) == 2
+    assert (result.figures(), result.details()) == ((), [])
+    many = situs.adapt(model, data=MEMORY["train"], out=tmp_path / "many", **{**OPTIONS, "minutes": 1e-6})
+    assert "The data has no test split, so 20 % of the samples were held out for testing." in many.remarks
+    assert many.test is not None and many.test.count + len(many.labels) == 24 and many.figures() and many.details()
+
+
+def test_adaptation_is_one_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.distributed, "start", lambda _: Ranks(0, 2, torch.device("cpu")))
+    with pytest.raises(SitusError, match="adaptation runs in one process only, but torchrun") as caught:
+        situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
+    assert caught.value.field == "device" and not (tmp_path / "out").exists()
+
+
+def test_words_are_not_adapted_to(tmp_path: Path) -> None:
+    bert = tiny_texts.write_folder(tmp_path / "bert", "bert")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").write_text("sentence,label\nw1 w2,1\nw3,0\n")
+    with pytest.raises(SitusError, match="contains sentences, but adapt takes only images and clips; use finetune"):
+        situs.adapt(bert, data=str(tmp_path / "data"), out=tmp_path / "out", **OPTIONS)
+
+
 ONE = (TRAIN[0], ["cat"] * 24)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),
@@ -254,6 +349,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no image": (
         {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
         "1 class without training samples",
+    ),
+    "one class of three": (
+        {"data": {"train": (TRAIN[0][:8], [2] * 8), "test": TEST}},
+        "must have two classes or more, but all its images are of one class",
     ),
     "unlabelled": ({"unlabelled": TRAIN[0]}, "pretraining method"),
     "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),

@@ -52,6 +52,16 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "The model's blocks are permutation equivariant" in said
 
 
+def test_windows_are_said_to_encode_positions_where_nothing_is_added(audit: PositionAudit) -> None:
+    windows = "`tiny` adds no positions to its 3 × 4 tokens, but its windows partly encode positions."
+    for kinds, trained in (((), True), (("table",), False), ((), False)):
+        assert verdict(replace(audit, kinds=kinds, trained=trained, hierarchical=True)).startswith(windows)
+    none = replace(audit, kinds=(), hierarchical=False)
+    assert verdict(none).startswith("`tiny` uses no positions: it has none.")
+    untrained = replace(audit, trained=False, hierarchical=False)
+    assert verdict(untrained).startswith("`tiny` uses no positions: it was trained without them.")
+
+
 def test_shuffles_with_the_mask_known_and_hidden(audit: PositionAudit) -> None:
     assert [(row.ratio, row.mask_known) for row in audit.shuffled] == [
         (0.15, True), (0.15, False), (0.5, True), (0.5, False), (0.9, True), (0.9, False),

@@ -82,6 +82,14 @@ def test_models_without_a_vector_are_refused_with_the_reason(name: str, said: st
         tables_of(backbone)
 
 
+def test_a_model_without_positions_has_nothing_to_analyse() -> None:
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=32, positions="none", model_args={"depth": 1, "embed_dim": 24, "num_heads": 3}
+    )
+    with pytest.raises(SitusError, match=r"has no positions, so there is nothing to analyse; .*\(kind `all`\)"):
+        tables_of(backbone)
+
+
 def test_tables_that_say_nothing_are_refused() -> None:
     backbone = make("vit_tiny_patch16_224")
     for value, said in ((0.0, "all zeros"), (0.5, "same vector"), (float("nan"), "NaN or infinite")):

@@ -70,6 +70,21 @@ def test_head_inputs_are_what_the_head_reads() -> None:
         torch.testing.assert_close(head_of(backbone, 3)(features), backbone.eval()(inputs))
 
 
+def test_a_head_is_one_linear_layer_with_a_bias() -> None:
+    backbone = small_vit(SIDE, num_classes=3)
+    assert head_of(backbone, 3) is backbone.model.head
+    cases = [(backbone, 4), (small_vit(SIDE), 3), (small_vit(SIDE, num_classes=3), 3)]
+    cases[2][0].model.head = torch.nn.Linear(16, 3, bias=False)
+    cases.append((small_vit(SIDE, name="deit_tiny_distilled_patch16_224", num_classes=3), 3))  # has two
+    for model, classes in cases:
+        with pytest.raises(SitusError, match="its classifier cannot be initialised from a probe") as caught:
+            head_of(model, classes)
+        assert caught.value.field == "source"
+    with pytest.raises(SitusError, match="none of the labelled samples can be read") as caught:
+        head_inputs(backbone, 3, [])
+    assert caught.value.field == "data" and not backbone.model.head._forward_pre_hooks
+
+
 @pytest.mark.parametrize(
     ("change", "used"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +147,67 @@ def test_answers_are_among_the_given_outputs_alone(source: TensorSource) -> None
     assert labels is not None and torch.equal(labels, source.labels)  # type: ignore[arg-type]
     unlabelled = load(TensorSource(source.images, None, None), 40)
     assert answers(by_brightness, unlabelled, outputs)[2] is None
+
+
+def images_below(folder: Path, names: tuple[str, ...], each: int = 2) -> Path:
+    chance = np.random.default_rng(0)
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for number in range(each):
+            Image.fromarray(chance.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / name / f"{number}.png")
+    return folder
+
+
+def four(**fields: Any) -> Model:
+    return Model("m", small_vit(8, num_classes=4), input=DataConfig(img_size=8, workers=0), classes=CLASSES, **fields)
+
+
+def test_so_many_images_of_every_set(tmp_path: Path) -> None:
+    strange, normal = images_below(tmp_path / "o", CLASSES), images_below(tmp_path / "n", CLASSES)
+    counts = []
+    for count in (None, 3, 8, 9):
+        given = {} if count is None else {"count": count}
+        sets = PublishedSets(imagenet_a=strange, imagenet_o=strange, in_distribution=normal)
+        found = evaluate_robustness(four(), corruptions=["none"], sets=sets, **given)
+        assert found.natural is not None and found.anomalies is not None
+        counts.append((found.natural.count, found.anomalies.anomalies, found.anomalies.normal))
+    assert counts == [(8, 8, 8), (3, 3, 3), (8, 8, 8), (8, 8, 8)]
+
+
+def test_normal_images_are_of_the_same_classes(tmp_path: Path) -> None:
+    strange, normal = images_below(tmp_path / "o", ("a", "b")), images_below(tmp_path / "n", ("c", "d"))
+    for sets, said in (
+        (PublishedSets(imagenet_o=strange, in_distribution=normal), "n: must contain normal images of the classes"),
+        (PublishedSets(imagenet_o=strange), "ImageNet-O also needs normal images of the classifier's classes"),
+    ):
+        with pytest.raises(SitusError, match=said) as caught:
+            evaluate_robustness(four(), corruptions=["none"], sets=sets)
+        assert caught.value.field == "in_distribution"
+
+
+def test_arrays_of_more_classes_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "fog.npy", np.zeros((10, 8, 8, 3), dtype=np.uint8))
+    clean = images_below(tmp_path / "clean", CLASSES)
+    for last in (3, 4):
+        np.save(tmp_path / "labels.npy", np.array([0, last] * 5))
+        call = partial(
+            evaluate_robustness, four(), str(clean), corruptions=["fog"], severities=[1],
+            sets=PublishedSets(imagenet_c=tmp_path),
+        )  # fmt: skip
+        if last == 3:
+            assert call().cells["fog"][1].count == 2
+            continue
+        said = "fog/1: its labels go up to 4, but the model's outputs go up to 3"
+        with pytest.raises(SitusError, match=said) as caught:
+            call()
+        assert caught.value.field == "imagenet_c"
+
+
+def test_no_image_has_no_answer(source: TensorSource) -> None:
+    loader = load(source, 11)
+    empty: Any = type("Empty", (), {"source": loader.source, "steps_per_epoch": 0, "__iter__": lambda _: iter(())})()
+    with pytest.raises(SitusError, match="none of its images can be read"):
+        answers(by_brightness, empty, torch.arange(4))
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 100, 250])

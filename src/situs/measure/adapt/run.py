@@ -53,7 +53,6 @@ from situs.train.checkpoint.state import capture
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
-PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
@@ -83,8 +82,6 @@ def adapt_model(
     """
     began, out = time.perf_counter(), Path(out)
     check_value("minutes", minutes, "> 0")
-    if method not in PRETRAINING:
-        raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
         raise SitusError(
             "`unlabelled` is used only for pretraining, so also choose a pretraining method with `method`",
