@@ -306,6 +306,19 @@ def test_reasons() -> None:
     assert "is frozen" in str(adapt(frozen, 8, table="places").stem)
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"weight": "patches.weight"}, "; no such table was found for the patch embedding model.patches.weight"),
+        ({"table": "places"}, "; no such patch embedding was found for model.places"),
+        ({}, "; no such pair was found"),
+        ({"weight": "patches.weight", "table": "places"}, "model.places is not simply added to the output of a linear"),
+    ],
+)
+def test_the_reason_names_what_was_looked_for(named: dict[str, str], said: str) -> None:
+    assert said in str(adapt(module(norm=True), 8, **named).stem)
+
+
 def test_finding_touches_nothing() -> None:
     module = Odd()
     module.out.weight.requires_grad_(False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zipfile
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit.captured import Captured, open_uploads
+from situs.audit.captured import Captured, _rounding, load_weights, open_uploads
 from situs.audit.defences import create_defence
 from situs.audit.victim import Victim, load_test_set, open_victim
 from situs.errors import SitusError
@@ -279,6 +281,31 @@ def test_unusual_paths_and_files_are_refused(sent: Sent, tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(SitusError, match=r"upload=a\.npz: cannot be read: permission denied"):
         sent.open("a.npz")
+
+
+def test_a_file_without_tensors_and_weights_of_another_shape_are_refused(sent: Sent, tmp_path: Path) -> None:
+    torch.save(3, tmp_path / "a.pt")
+    with pytest.raises(SitusError, match="contains a int, but must contain tensors by name or in order"):
+        sent.open(tmp_path / "a.pt")
+    before, model = {**sent.module.state_dict()}, open_victim(deepcopy(sent.module)).trains
+    said = r"the weights before the step: head.weight has shape \[5, 47\], but shape \[5, 48\] in the model"
+    with pytest.raises(SitusError, match=said):
+        load_weights(model, {**before, HEAD: torch.ones(5, 47)})
+    load_weights(model, {**before, HEAD: torch.ones(5, 48)})
+    assert float(dict(model.named_parameters())[f"model.{HEAD}"].min()) == 1.0
+
+
+@pytest.mark.parametrize(("rounded", "times"), [(True, 1), (False, 2)])
+def test_rounding_is_uniform_within_a_step_of_the_type_and_twice_where_the_start_was_rounded_too(
+    rounded: bool, times: int
+) -> None:
+    weights = 1 + torch.rand(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = weights.half().double() if rounded else weights
+    step = torch.finfo(torch.float16).eps  # between 1 and 2
+    upload = {"w": 1e-6 * torch.ones(64, 64), "b": torch.ones(64)}
+    found = _rounding(upload, {"w": weights, "b": torch.ones(64)}, torch.float16)
+    assert found == pytest.approx(math.sqrt(times / 12) * step, rel=1e-3)
+    assert _rounding({"b": upload["b"]}, {"b": torch.ones(64)}, torch.float16) == 0.0
 
 
 def refuse(*_: Any, **__: Any) -> None:

@@ -308,6 +308,36 @@ class Seer(Spy):
         return Recovery(IMAGES, [{} for _ in uploads])
 
 
+class Partly(Seer):
+    """Knows the first images, and gives back grey for the others."""
+
+    def __init__(self, right: int) -> None:
+        super().__init__()
+        self.right = right
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
+        images = IMAGES[: len(uploads)].clone()
+        images[self.right :] = 0
+        return Recovery(images, [{} for _ in uploads])
+
+
+@pytest.mark.parametrize(
+    ("images", "right", "claim"),
+    [
+        (3, 0, "is not refuted by"),
+        (3, 1, "is refuted in part by"),
+        (2, 1, "does not hold against"),
+        (3, 2, "does not hold against"),
+    ],
+)
+def test_the_claim_is_refuted_in_part_by_fewer_than_half_of_the_images(images: int, right: int, claim: str) -> None:
+    mjp, test = {"MJP": Contestant(model(), mjp=True)}, TestSet(IMAGES[:images], LABELS[:images], NORMALISATION)
+    said = verdict(compare_settings(mjp, test, [Partly(right)], settings=("c",), ratio=0.2))
+    assert said.startswith(f"MJP's privacy claim {claim} an attacker who knows that MJP is used.")
+    assert f"recovers {right} of {images} images exactly" in said
+    assert ("That does not prove privacy" in said) is (right == 0)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_verdict_is_on_the_strongest_who_knows(order: int) -> None:
     mjp = {"MJP": Contestant(model(), mjp=True)}

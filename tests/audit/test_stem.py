@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import small_swin
+from tiny_texts import write_folder
 
-from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows
+from situs.audit.stem import Stem, find_embedding, find_stem, flat_weight, require_stem, table_rows
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.errors import SitusError
@@ -71,6 +73,19 @@ def test_reasons(make: Any, reason: str) -> None:
     assert reason in found
     with pytest.raises(SitusError, match=r"^[a-z]"):
         require_stem(backbone)
+
+
+def test_a_model_of_words_and_one_that_scales_its_tokens_have_no_stem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = create_backbone(str(write_folder(tmp_path / "bert", "bert")))
+    assert find_embedding(words) == find_stem(words) == "the model takes no images"
+    backbone = small()
+    whole = type(backbone).assemble
+    monkeypatch.setattr(
+        type(backbone), "assemble", lambda self, tokens, places, **more: whole(self, 2 * tokens, places, **more)
+    )
+    assert find_stem(backbone) == "the position table is not simply added to the patch tokens"
 
 
 def test_a_frozen_patch_embedding_is_told() -> None:

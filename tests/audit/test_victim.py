@@ -21,6 +21,7 @@ from situs.audit import PatchEmbedding, audit_gradients
 from situs.audit.client import victim_gradients
 from situs.audit.victim import labels_for, load_test_set, open_predictor, open_victim
 from situs.config import from_dict
+from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.models import open_model
@@ -117,6 +118,13 @@ def test_a_model_without_a_gradient_is_no_victim() -> None:
         next(broken.parameters())[0] = torch.nan
     with pytest.raises(SitusError, match=r"contains NaN or infinity, so no gradient is finite$"):
         open_victim(broken)
+
+
+def test_data_without_an_image_are_refused() -> None:
+    nothing = TensorSource(torch.zeros(0, 3, 8, 8, dtype=torch.uint8), None, None, "nothing")
+    with pytest.raises(SitusError, match="nothing: holds no images that can be read: it is empty") as caught:
+        load_test_set(open_victim(small_vit(num_classes=3).eval()), nothing)
+    assert caught.value.field == "data"
 
 
 def test_sentences_are_no_images_and_the_flag_for_them_is_named(tmp_path: Path) -> None:

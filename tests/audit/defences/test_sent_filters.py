@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from builders import small_vit
 
 from situs.audit import create_defence, victim_gradients
 from situs.audit.attacks.base import Knowledge
@@ -17,6 +18,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.defences.sent import Percentile, SparseVector, TopK, flat, laplace
 from situs.audit.victim import open_victim
+from situs.backbones import create_backbone
 from situs.errors import SitusError
 
 
@@ -122,6 +124,26 @@ def test_exclude_withholds_by_name(victim: Any) -> None:
     assert create_defence("exclude=pos|cls").withheld(victim) == {"model.pos_embed", "model.cls_token"}
     assert create_defence("exclude=nothing").refuses(victim)
     assert create_defence("exclude=.").withheld(victim) == names
+
+
+def test_a_defence_that_cannot_be_kept_is_refused_and_one_that_can_is_not(victim: Any) -> None:
+    assert create_defence("exclude").refuses(victim) is None
+    assert create_defence("exclude=nothing").refuses(victim) == (
+        f"no parameter of {victim.name} has a name that matches nothing, so nothing is withheld"
+    )
+    assert create_defence("withhold=1").refuses(victim) is None
+    assert create_defence("withhold=2").refuses(victim) == f"{victim.name} has 1 block"
+    convolutions = create_backbone("test_resnet")
+    assert "belong to its first blocks" in str(create_defence("withhold").refuses(convolutions))
+    assert [create_defence(f"withhold={depth}").label for depth in (0, 1, 2)] == [
+        "withhold the embedding",
+        "withhold the embedding and 1 block",
+        "withhold the embedding and 2 blocks",
+    ]
+    mjp = create_defence("mjp=0.3")
+    assert create_defence(mjp) is mjp and mjp.refuses(victim) is None
+    assert "masked jigsaw training does not work with" in str(mjp.refuses(convolutions))
+    assert "position table" in str(mjp.refuses(small_vit(16, positions="none")))
 
 
 @pytest.mark.slow

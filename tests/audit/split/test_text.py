@@ -13,7 +13,16 @@ from tiny_texts import write_folder
 
 import situs
 from situs.audit.deadline import Deadline
-from situs.audit.split.text import PROMPTS, PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.audit.split.text import (
+    PROMPTS,
+    PromptAudit,
+    Row,
+    _coded,
+    audit_prompts,
+    fixed_words,
+    parse_depths,
+    text_veils,
+)
 from situs.audit.text.result import finding_of
 from situs.backbones.hf.text import open_tokeniser
 from situs.cli.main import main
@@ -175,6 +184,21 @@ def test_cuts_and_veils() -> None:
         with pytest.raises(SitusError, match=f"defences='{name}': {said}"):
             text_veils((name,), ())
     assert str(Row(2, Veil(columns=True))) == "depth 2, columns"
+
+
+def test_what_is_no_model_of_these_texts_is_refused(files: dict[str, Path]) -> None:
+    with pytest.raises(SitusError, match=r"depth=.*half, last, or 0 to 1") as caught:
+        audit_prompts(files["llama"], files["texts"], depth=())
+    assert caught.value.field == "depth"
+    with pytest.raises(SitusError, match=r"takes no texts, but texts\.txt contains texts"):
+        audit_prompts(open_model("test_vit", weights="random"), files["texts"])
+    model = open_model(files["llama"], any_weights=True)
+    tokeniser = open_tokeniser(files["llama"])
+    known = model.backbone.inner.get_input_embeddings().weight.shape[0]
+    tokeniser.add_tokens(["unheard"])
+    with pytest.raises(SitusError, match=f"gives the token id {known}, but .* has only {known} tokens"):
+        _coded(model.backbone, tokeniser, ["w3 w4", "w3 unheard"], 8)
+    assert len(_coded(model.backbone, tokeniser, ["w3 w4", f"w3 w{known - 3}"], 8)) == 2
 
 
 def test_fixed_words_are_those_of_every_text(files: dict[str, Path]) -> None:

@@ -21,6 +21,7 @@ from situs.audit.text.victim import (
     word_weight,
 )
 from situs.errors import SitusError
+from situs.models import open_model
 
 TEXTS = ("3 7 1 9", "4 4 8", "11 12 13 14 15 16")
 
@@ -100,6 +101,13 @@ def test_an_encoder_without_a_head_gets_one_and_a_decoder_without_is_refused(tmp
     transformers.LlamaModel.from_pretrained(bare).save_pretrained(bare)
     with pytest.raises(SitusError, match="LlamaModel has no head"):
         open_text_victim(bare)
+
+
+def test_a_model_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    model = open_model(write_folder(tmp_path / "bert", "bert"), any_weights=True)
+    model.backbone.requires_grad_(False)
+    with pytest.raises(SitusError, match="has no parameters to train, so there is no gradient to audit"):
+        open_text_victim(model)
 
 
 def test_too_short_a_sentence_is_one_sentence(tmp_path: Path) -> None:
