@@ -246,15 +246,18 @@ def test_an_unknown_kind_names_those_there_are(zoo):
 def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     for name, seed in (("a.png", 1), ("b.png", 1), ("c.png", 2), ("d.png", 2), ("e.png", 3)):
         write(tmp_path / name, encoded(noise(seed)))
-    labels = {"a": "1,0", "b": "0,0", "c": "1,1", "d": ",1", "e": "0,1"}
+    for name in "fgh":
+        write(tmp_path / f"{name}.png", encoded(noise(4)))
+    labels = {"a": "1,0", "b": "0,0", "c": "1,1", "d": ",1", "e": "0,1", "f": "0,", "g": "1,0", "h": "0,1"}
     write(tmp_path / "labels.csv", b"file,x,y\n" + "".join(f"{n}.png,{v}\n" for n, v in labels.items()).encode())
     found = check(tmp_path, multi_label=True, workers=0)
-    assert found.classes == {"x": 2, "y": 3}
-    assert "2 classes, from 2 images (x) to 3 (y)" in found.summary().notes
+    assert found.classes == {"x": 3, "y": 4}
+    assert "2 classes, from 3 images (x) to 4 (y)" in found.summary().notes
     assert [(each.name, each.what) for each in found.issues["contradiction"]] == [
-        ("b.png", "not x; as a.png is the opposite")
+        ("b.png", "not x; as a.png is the opposite"),
+        ("g.png", "x; as f.png is the opposite"),
     ]
-    assert found.counts["duplicate"] == 2  # of c and d one label is unknown, which is no contradiction
+    assert found.counts["duplicate"] == 4  # of c and d one label is unknown, which is no contradiction
     without = check(tmp_path, workers=0)
     assert not without.classes
     assert any("its table of labels was not read" in each for each in without.provenance.left_out)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from scipy import stats
 
@@ -47,3 +50,29 @@ def test_the_noise_is_normal_and_each_samples_own():
     first, second = images[0][images[0] != 9.0], images[1][images[1] != 9.0]
     assert not torch.equal(first[:50], second[:50])
     assert torch.equal(erased(3, table=True), images[:3])
+
+
+def slowly(noise: list[float], probability: float, height: int, width: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of what is erased of one image; zeros where nothing is."""
+    for area, ratio in zip(noise[1:11], noise[11:21], strict=True):
+        pixels = (0.02 + area * (1 / 3 - 0.02)) * height * width
+        aspect = 0.3 ** (1 - 2 * ratio)
+        high, wide = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if high < height and wide < width:
+            place = int(noise[21] * (height - high + 1)), int(noise[22] * (width - wide + 1))
+            return (*place, high, wide) if noise[0] < probability else (0, 0, 0, 0)
+    return 0, 0, 0, 0
+
+
+@pytest.mark.parametrize("size", [(3, 9), (9, 3), (2, 2), (8, 6)])
+def test_the_first_of_ten_boxes_smaller_than_the_image_is_erased(size):
+    """In small images most boxes are as long as a side."""
+    noise = uniform(1, 0, torch.arange(300), "x", (erasing.ERASE_NOISE,)).double()
+    table, images = torch.arange(50.0, 101.0), torch.zeros(300, 2, *size)
+    found = erasing.erase(images, noise, 0.9, table)
+    for row, numbers in zip(found, noise.tolist(), strict=True):
+        top, left, high, wide = slowly(numbers, 0.9, *size)
+        values = table[(int(numbers[23] * 51) + torch.arange(2 * math.prod(size))) % 51].view(2, *size)
+        wanted = torch.zeros(2, *size)
+        wanted[:, top : top + high, left : left + wide] = values[:, top : top + high, left : left + wide]
+        assert torch.equal(row, wanted)

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from situs.data.audio import AUDIO, AudioConfig
-from situs.data.modalities.audio import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_clips, part_of
+from situs.data.audio import AUDIO, AudioAugment, AudioConfig
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
+from situs.data.modalities.audio import (
+    SILENCE,
+    UNKNOWN,
+    WORDS,
+    Audio,
+    Commands,
+    NoiseBank,
+    hashed_split,
+    open_clips,
+    part_of,
+    read_noise,
+)
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
@@ -219,7 +234,9 @@ def test_parquet_that_names_files(folder: Path, tmp_path: Path) -> None:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     names = [str(files[0]), f"yes/{files[1].name}", "yes/nothing.wav", None]
     direct = opened(folder, "train")
-    for column in (pa.array([{"bytes": None, "path": name} for name in names], kind), pa.array(names, pa.string())):
+    turned = pa.struct([("path", pa.string()), ("bytes", pa.binary())])
+    rows = [{"bytes": None, "path": name} for name in names]
+    for column in (pa.array(rows, kind), pa.array(rows, turned), pa.array(names, pa.string())):
         pq.write_table(pa.table({"audio": column}), tmp_path / "train-0.parquet")
         source = opened(tmp_path, "train")
         for index, file in enumerate(files[:2]):
@@ -295,6 +312,46 @@ def test_a_folder_of_noise_that_is_not_there_is_told(folder: Path, tmp_path: Pat
     (tmp_path / "hum").symlink_to(folder / "_background_noise_")
     moved, beside = (opened(folder, audio=audio) for audio in (elsewhere, COMMANDS))
     assert torch.equal(moved.read(len(moved) - 1)["wave"], beside.read(len(beside) - 1)["wave"])
+
+
+def test_each_side_hears_its_own_part_of_the_noise(folder: Path, tmp_path: Path) -> None:
+    source, noise = opened(folder), folder / "_background_noise_"
+    flat: dict[str, Any] = {"channels": 1, "mean": (0.0,) * 40, "std": (1.0,) * 40}
+    data = DataConfig(str(folder), kind="audio", **flat)
+    quiet = [AugmentConfig(audio=AudioAugment(**{name: 0})) for name in ("noise_share", "noise_level")]
+
+    def heard(augment: AugmentConfig | None, **changed: Any) -> NoiseBank | None:
+        return Audio().pipeline(source, replace(data, **changed), augment, torch.device("cpu")).bank
+
+    loud, train = AudioConfig(snr_db=5.0), AugmentConfig()
+    for part, augment, changed in (
+        ("train", train, {}),
+        ("train", train, {"split": "training"}),
+        ("test", train, {"split": "test"}),
+        ("val", None, {"audio": loud}),
+        ("test", None, {"audio": loud, "split": "test"}),
+        ("train", train, {"path": "", "audio": AudioConfig(noise=str(noise))}),
+    ):
+        bank, (wanted, _) = heard(augment, **changed), read_noise(noise, part)
+        assert bank is not None and wanted is not None
+        assert all(torch.equal(one, other) for one, other in zip(bank, wanted, strict=True))
+    for augment, changed in ((None, {}), (quiet[0], {}), (quiet[1], {}), (train, {"path": ""})):
+        assert heard(augment, **changed) is None
+    assert not any("background noise" in note for note in source.notes)
+    assert heard(train, path=str(tmp_path)) is None
+    assert source.notes[-1] == f"{source.name}: has no background noise, so none is added"
+
+
+@pytest.mark.parametrize(
+    ("resident", "more", "held"), [("auto", 0, True), ("auto", -1, False), ("always", -1, True), ("never", 0, False)]
+)
+def test_clips_are_held_where_they_fit(folder: Path, resident: Any, more: int, held: bool) -> None:
+    """Two bytes a sample of sound."""
+    source = opened(folder, "test")
+    gib = (len(source) * RATE * 2 + more) / 2**30
+    scale: dict[str, Any] = {"channels": 1, "mean": (0.0,) * 40, "std": (1.0,) * 40}
+    data = DataConfig(str(folder), kind="audio", resident=resident, resident_gib=gib, **scale)
+    assert Audio().pipeline(source, data, None, torch.device("cpu")).resident is held
 
 
 def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path) -> None:

@@ -200,6 +200,16 @@ def test_what_is_not_for_objects_is_refused(tmp_path: Path) -> None:
         make_loader(DataConfig(str(tmp_path / "train2017"), img_size=32), JITTER)
 
 
+def test_that_images_with_objects_are_not_held_is_said_in_training(tmp_path: Path) -> None:
+    write_coco(tmp_path, {"train": 4, "val": 4})
+    for resident in ("always", "auto", "never"):
+        for augment in (JITTER, None):
+            config = DataConfig(str(tmp_path), target="objects", img_size=32, batch=2, workers=0, resident=resident)
+            said = [note for note in make_loader(config, augment).source.notes if "is streamed" in note]
+            assert len(said) == (resident == "always" and augment is not None)
+            assert all(each.endswith("resident=always does not apply to images with objects") for each in said)
+
+
 def test_a_disc_that_the_border_cuts_has_the_box_of_what_is_left() -> None:
     """Cut beyond its centre: a disc at (20, 20) of radius 15, of which [30, 60] × [0, 30] is seen, twice as large."""
     y, x = torch.meshgrid(torch.arange(60) + 0.5, torch.arange(60) + 0.5, indexing="ij")

@@ -26,6 +26,7 @@ from situs.data.sources.images import (
     decode_numbers,
     from_array,
     from_pillow,
+    is_image,
     read_header,
     to_channels,
 )
@@ -44,6 +45,19 @@ def npy(array: np.ndarray) -> bytes:
 def chw(array: np.ndarray) -> torch.Tensor:
     array = array[..., None] if array.ndim == 2 else array
     return torch.from_numpy(array.transpose(2, 0, 1).copy())
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000"])
+def test_a_file_of_an_image_is_known_by_its_first_bytes(kind: str) -> None:
+    Image.init()
+    if kind in Image.SAVE:  # this Pillow may lack some
+        assert is_image(encoded(Image.fromarray(RGB), kind)[:16])
+    for brand in (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"):
+        assert is_image(b"\0\0\0\x1cftyp" + brand + bytes(4))
+    assert is_image(npy(RGB)[:16]) and is_image(b"MM\0*" + bytes(12))
+    sound, film = b"RIFF\x24\0\0\0WAVEfmt ", b"\0\0\0\x1cftypmp42" + bytes(4)
+    for other in (b"", b"text", sound, film, b"xxxx\0\0\0\0WEBPVP8 ", b"\0\0\0\x1cxxxxheic" + bytes(4)):
+        assert not is_image(other)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])

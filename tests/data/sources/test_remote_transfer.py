@@ -5,6 +5,9 @@ from __future__ import annotations
 import builtins
 import os
 import sys
+from email.message import Message
+from ssl import SSLCertVerificationError
+from urllib.error import HTTPError, URLError
 
 import pytest
 
@@ -18,6 +21,7 @@ from situs.data.sources.remote import (
     read_pieces,
     read_whole,
     state_of,
+    with_retries,
 )
 from situs.errors import SitusError
 
@@ -90,6 +94,8 @@ def test_a_whole_file_and_its_state(server):
     assert read_whole(f"{server.url}/a.tar") == DATA
     before = state_of(f"{server.url}/a.tar")
     assert before.size == len(DATA) and before.version
+    server.rangeless.add("/a.tar")  # which answers the request of one byte with all of them
+    assert state_of(f"{server.url}/a.tar") == before
     server.files["/a.tar"] = DATA[::-1]
     assert state_of(f"{server.url}/a.tar").version != before.version
 
@@ -100,6 +106,48 @@ def test_a_server_that_does_not_tell_the_length_is_refused(server):
     with pytest.raises(RemoteError, match=r"/a.tar: the server does not give the length of the file$"):
         state_of(f"{server.url}/a.tar")
     assert len(server.asked) == 1
+
+
+def answered(status: int) -> HTTPError:
+    return HTTPError("https://h/a.tar", status, "", Message(), None)
+
+
+@pytest.mark.parametrize(
+    ("error", "temporary", "said"),
+    [
+        (URLError(ConnectionRefusedError(111, "Connection refused")), True, "[Errno 111] Connection refused"),
+        (
+            URLError(SSLCertVerificationError(1, "certificate verify failed")),
+            False,
+            "certificate verify failed",
+        ),
+        (URLError("no host given"), True, "<urlopen error no host given>"),
+        (TimeoutError("timed out at https://me:pw@h/a"), True, "timed out at https://h/a"),
+        (PermissionError(13, "Permission denied"), False, "[Errno 13] Permission denied"),
+        (FileNotFoundError(2, "gone"), False, "no such file"),
+        (ValueError("bad\naddress"), False, "bad"),
+        *((answered(status), False, f"its server answers {status}") for status in (400, 401, 403, 405, 451)),
+        *((answered(status), True, f"its server answers {status}") for status in (408, 425, 429, 500, 503)),
+        *((answered(status), False, "no such file") for status in (404, 410)),
+        (answered(416), False, "its server answers 416: the file ends before the requested bytes"),
+    ],
+    ids=str,
+)
+def test_only_what_may_pass_is_tried_again(error, temporary, said, monkeypatch):
+    pauses, tries = [], []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def ask():
+        tries.append(1)
+        raise error
+
+    for url, most in (("https://h/a.tar?key=hidden", TRIES if temporary else 1), ("hf://datasets/a/b.tar", 1)):
+        tries.clear()
+        with pytest.raises(RemoteError) as met:
+            with_retries(url, ask)
+        assert str(met.value) == f"{url.partition('?')[0]}: cannot be fetched ({said})"
+        assert len(tries) == most
+    assert len(pauses) == (TRIES - 1 if temporary else 0)
 
 
 def test_each_pause_is_twice_as_long(server, monkeypatch):
