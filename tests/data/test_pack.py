@@ -73,7 +73,7 @@ def test_a_packed_set_reads_as_the_set_it_was_made_of(photos, tmp_path, kind):
     assert said.sentence.startswith("photos: packed, 10 images in ") and said.sentence.endswith(
         "1 broken image left out."
     )
-    assert [row[:2] for row in said.tables[0].rows] == [["train", 8], ["val", 2]]
+    assert [(*row[:2], row[5]) for row in said.tables[0].rows] == [("train", 8, 1), ("val", 2, 0)]
 
 
 @FORMATS

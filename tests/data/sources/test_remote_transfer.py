@@ -61,6 +61,14 @@ def test_a_server_that_cuts_every_answer_is_read_to_the_end(server):
     assert server.sent["/a.tar"] == len(DATA) - 100  # nothing twice
 
 
+def test_what_is_missing_of_a_piece_is_counted(server):
+    """Each answer is half of what was asked for, until that is one byte."""
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["short"] * 99
+    with pytest.raises(RemoteError, match=r"cannot be fetched \(0 bytes were received instead of 1\)$"):
+        read_range(f"{server.url}/a.tar", 100, 3000)
+
+
 def test_a_file_that_became_shorter_is_told(server):
     server.files["/a.tar"] = DATA[:500]
     with pytest.raises(RemoteError, match=r"\(its server answers 416: the file ends before the requested bytes\)"):
