@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from situs.data import loader as streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.loader import WorkerStream
+from situs.data.loader import WorkerStream, _read, _Task
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.pipeline import WorkerBatch
+from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, epoch_order
-from situs.data.sources.base import Source
+from situs.data.sources.base import Source, TensorSource
 
 CROP = AugmentConfig()
 
@@ -141,3 +142,51 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
     ids = [torch.cat([part.ids for part in parts]) for epoch in (0, 1) for parts in stream.batches(epoch, 0)]
     wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=epoch_order), epoch)]
     assert all(torch.equal(a, b) for a, b in zip(ids, wanted, strict=True))
+
+
+class Traced(TensorSource):
+    """Images that keep what was read, and what was released before each and at the end; twice is as once."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1), None, None)
+        self.rows: list[int] = []
+        self.released: list[set[int | None]] = [set()]
+
+    def read(self, index: int) -> dict[str, Any]:
+        self.rows.append(index)
+        self.released.append(set())
+        return super().read(index)
+
+    def release(self, index: int | None = None) -> None:
+        self.released[-1].add(index)
+
+
+class Stacked(Pipeline):
+    def __init__(self, by_rows: bool) -> None:
+        super().__init__(Traced(), training=False)
+        self.by_rows = by_rows
+
+    def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {"image": torch.stack([sample["image"] for sample in samples])}
+
+    def finish(self, values: Any, ids: Tensor, noise: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("done", [None, {0: [11], 2: [7], 4: [1], 5: [2, 3], 7: [5], 10: [8, 9]}, {10: [4]}, {}])
+@pytest.mark.parametrize("sizes", [[4, 3, 3], [1] * 10, [10], [5, 0, 5]])
+def test_batches_that_cannot_be_divided_are_read_one_by_one_as_all_at_once(
+    sizes: list[int], done: dict[int, list[int]] | None, fresh: bool
+) -> None:
+    task, parts, told = _Task(0, [3, 1, 4, 0, 5, 9, 2, 6, 8, 7], sizes, done, fresh), [], []
+    for by_rows in (True, False):
+        pipeline = Stacked(by_rows)
+        parts.append(_read(pipeline, [task]))
+        told.append((pipeline.source.rows, pipeline.source.released))
+    [whole], apart = parts
+    assert told[0] == told[1] and (None in told[0][1][0]) == fresh
+    assert [len(part.ids) for part in apart] == sizes
+    assert torch.equal(torch.cat([part.ids for part in apart]), whole.ids)
+    images = [part.values["image"] for part in apart if len(part.ids)]
+    assert torch.equal(torch.cat(images), whole.values["image"])

@@ -86,7 +86,10 @@ def test_categories_are_known_by_their_names(tmp_path: Path) -> None:
     assert source.categories == (DISC, None, CROWD, RECTANGLE)
     with pytest.raises(SitusError, match="its category 'rectangle' is not among the 2 classes disc, crowd of dots"):
         opened(tmp_path, classes=("disc", "crowd of dots"))
-    for more, said in ((("a",), "3 classes disc, crowd of dots, a"), (("a", "b"), "4 classes disc, crowd of dots, a …")):
+    for more, said in (
+        (("a",), "3 classes disc, crowd of dots, a"),
+        (("a", "b"), "4 classes disc, crowd of dots, a …"),
+    ):
         with pytest.raises(SitusError, match=f"its category 'rectangle' is not among the {said}$"):
             opened(tmp_path, classes=("disc", "crowd of dots", *more))
 
