@@ -133,3 +133,15 @@ def test_a_device_with_kernels_resizes(has: bool, monkeypatch: pytest.MonkeyPatc
     loader = make_loader(config, AugmentConfig(), "cpu", source=source)
     assert ("cuts" in loader.pipeline.read(0, [0, 1]).values) == has
     assert next(iter(loader.iterate())).inputs.shape == (4, 3, 6, 6)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", [(9, 13), (4, 5)])
+def test_floats_stay_between_0_and_1(mode: str, size: tuple[int, int]) -> None:
+    """Bicubic weights overshoot at an edge."""
+    edge = torch.zeros(1, 9, 8)
+    edge[:, :, 4:] = 1.0
+    found = resized(edge, size, mode)
+    wanted = F.interpolate(edge[None], size, mode=mode, antialias=True)[0]
+    assert (float(found.min()), float(found.max())) == (0.0, 1.0)
+    torch.testing.assert_close(found, wanted.clamp(0, 1), rtol=0, atol=1e-6)

@@ -225,6 +225,23 @@ def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, 
     assert len(getattr(source, "_groups", None) or {}) <= 6  # the row groups of one file
 
 
+def test_of_a_remote_file_all_row_groups_are_released_together(server, tmp_path):
+    """It was fetched whole, so its groups are one block."""
+    serve(server, packed(tmp_path, "parquet"))
+    source = ParquetSource(remote.mount(f"{server.url}/set"), Wanted("train"), memory_bytes=0)
+    source.release()
+    ends = source.blocks().ends.tolist()
+    assert ends[-1] == 12 and 2 < len(ends) < 6
+    for index in range(12):
+        source.payload(index)
+    assert len(source._groups) == 6
+    for first, last in zip([0, *ends], ends, strict=False):
+        held = {*source._groups}
+        source.release(last - 1)
+        gone = held - {*source._groups}
+        assert gone == {source._place(index)[0] for index in range(first, last)}
+
+
 def test_the_servers_are_asked_again_after_half_a_minute(server, tmp_path, monkeypatch):
     serve(server, packed(tmp_path, "webdataset"))
     monkeypatch.setattr(remote, "_RECENT", 30.0)

@@ -200,6 +200,17 @@ def test_blocks_are_runs_within_a_shard(shards):
     assert mixed.order == ", shuffled in blocks: 9 of 9 pieces of shards at a time (3.8e-05 GiB)"
 
 
+@pytest.mark.parametrize(
+    ("block", "ends"), [(1 << 20, [8, 16, 24]), (8 * EACH, [8, 16, 24]), (7 * EACH, [7, 8, 15, 16, 23, 24])]
+)
+def test_a_small_shard_is_one_block(shards, monkeypatch, block, ends):
+    monkeypatch.setattr(webdataset, "_BLOCK", block)
+    source = open_source(shards)
+    assert source.blocks().ends.tolist() == ends
+    source.release()
+    assert all(source.payload(index) == png(index) for index in range(24))
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (3, 1)])
 def test_block_order_reads_each_block_once_and_gives_the_samples_of_one_process(shards, monkeypatch, world, workers):
