@@ -15,6 +15,7 @@ from situs.studies.form import Job
 NUMBERS = {
     "top1": 0.5,
     "numbers": [1, 2],
+    "settings": [{"setting": "noise=0.2", "x": 3}, {"setting": "noise", "x": 4}],
     "from scratch": {"accuracy": [0.1, 0.9]},
     "models": {"run.0": {"accuracy": 0.7}},
     "both": {"run-0": {"accuracy": 0.1}, "run-tuned-0": {"accuracy": 0.2}},
@@ -40,6 +41,8 @@ NUMBERS = {
         ("rows[ratio=0.0].consistency", 1.0),
         ("rows[ratio=0.1500000001,told=true].name", "a"),
         ("rows[-3].name", "a"),
+        ("settings[setting=noise=0.2].x", 3),
+        ("settings[setting=noise].x", 4),
         ("rows[2].name", "c"),
         ("rows[name=b].ratio", 0.15),
         ("rows[name=b*,ratio=0.15].ratio", 0.15),
@@ -53,7 +56,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("top5", "has no top5; there are top1, numbers, from scratch"),
+        ("top5", "has no top5; there are top1, numbers, settings, from scratch"),
         ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
         ("top1.x", "has no x; there is 0.5"),
         ("rows[3].name", r"has no \[3\]; there is a list of 3"),
@@ -78,6 +81,9 @@ def test_what_it_does_not_find_is_said(path: str, said: str) -> None:
 def test_of_many_keys_the_nearest_is_told_as_well() -> None:
     with pytest.raises(SitusError, match=r"has no acuracy; there are k0, .*, k11, …, accuracy$"):
         find({**{f"k{number}": 0 for number in range(20)}, "accuracy": 1}, "acuracy")
+    two = {"accuracies": 1, "accuracy": 1}
+    with pytest.raises(SitusError, match=r"has no acuracy; there are k0, .*, k11, …, accuracy$"):
+        find({**{f"k{number}": 0 for number in range(20)}, **two}, "acuracy")
     with pytest.raises(SitusError, match=r"has no acuracy; there are accuracy$"):
         find({"accuracy": 1}, "acuracy")
 
@@ -90,7 +96,7 @@ def test_what_holds_numbers_is_told_first() -> None:
 
 def test_the_log_of_a_training(tmp_path: Path) -> None:
     lines = [{"step": 1, "epoch": 1.0, "loss": 2.0}, {"step": 2, "epoch": 2.0, "val_top1": 0.3}]
-    lines += [{"step": 4, "epoch": 4.0, "loss": 1.0, "val_top1": 0.4}]
+    lines += [{"step": 3, "epoch": 3.0, "loss": 1.5}, {"step": 4, "epoch": 4.0, "loss": 1.0, "val_top1": 0.4}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     numbers = numbers_of(Job("pretrain"), tmp_path)
     assert (find(numbers, "loss"), find(numbers, "val_top1")) == (1.0, 0.4)

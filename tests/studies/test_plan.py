@@ -89,6 +89,9 @@ def test_which_data_a_job_reads() -> None:
     assert data_of(study(), jobs["other"]) == ()
     listed = replace(jobs["look"], options={"more": ["{data.second}"]})
     assert data_of(study(), listed) == ("first", "second")
+    for options, data in (({"kind": "vectors"}, ()), ({"kind": "all"}, ("first",)), ({}, ("first",))):
+        places = replace(jobs["look"], verb="evaluate position", options=options)
+        assert data_of(study(), places) == data  # vectors are compared without images
 
 
 def test_jobs_and_data_that_a_list_names_are_needed_too() -> None:

@@ -171,7 +171,26 @@ def test_progress_counts_the_jobs_by_their_ends() -> None:
     assert replace(found, tasks=()).summary().sentence == "Our numbers have not been measured."
     measured = {"date": "2026-11-16", "machine": "one H200", "note": "no EMA"}
     assert replace(ran("done", measured=measured), tasks=()).summary().notes == ("On our numbers: no EMA.",)
-    assert ran("done", measured=measured).summary().notes == ()
+    now = ran("done", measured=measured).summary()
+    assert now.notes == () and now.sentence == "1 of 1 job is done, in 1:30, at scale paper with 1 seed."
+
+
+def test_a_page_names_the_paper_and_a_study_of_ones_own_none() -> None:
+    table = {"columns": [{"name": "c"}], "rows": [{"name": "r"}]}
+    ours = (
+        "Our number is the mean over the seeds ± the standard deviation. The difference is our number minus the paper's"
+    )
+    own, of_paper = (result([table], **more).meaning for more in ({}, {"paper": "mp3", "place": "Table 3"}))
+    paper = "Position Prediction as an Effective Pretraining Strategy, Table 3. "
+    assert of_paper == f"{paper}{own}" and own.endswith(f"\n\n{ours} number.") and own.startswith("s")
+
+
+def test_a_row_without_a_unit_of_its_own_has_that_of_the_first_column() -> None:
+    columns = [{"name": "a", "unit": "ms"}, {"name": "b", "unit": "s"}]
+    table = result([{"columns": columns, "rows": [{"name": "r"}, {"name": "t", "unit": "h"}]}]).summary().tables[0]
+    assert [row[0] for row in table.rows] == ["r, ms", "t, h"]
+    assert [table.title for table in curved(title="Fig").summary().tables] == ["Fig"]
+    assert [table.title for table in curved().summary().tables] == ["loss"]
 
 
 def test_jobs_that_read_different_data_are_named() -> None:
