@@ -201,6 +201,7 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     assert "95 % intervals" in intervals and "no gradient" not in intervals
     assert intervals.count("<tr><td") == sum(pair.attacked for pair in whole.pairs) > 0
     text = page.render()
+    assert "Overview: mean PSNR in dB" in text
     assert outline(text) == [
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
@@ -241,6 +242,7 @@ def test_what_does_not_apply_is_a_reason() -> None:
     assert "fixed or frozen" in str(found.pairs[0].why("refused"))
     assert "no audited model was trained with MJP" in verdict(found)
     assert "not attacked here" in make_page(found).render()
+    assert "Overview: mean PSNR" not in make_page(found).render()
     json.dumps(found.numbers(), allow_nan=False)
 
 

@@ -96,12 +96,17 @@ def test_a_frame_sees_its_own_samples() -> None:
     [
         ({"coefficients": 41}, "at most 40"),
         ({"mels": 256}, "band .* would contain no frequency of a window of 480 samples"),
-        ({"hop_ms": 0.01}, "at least one sample"),
+        ({"hop_ms": 0.01}, "hop_ms=0.01: .*at least one sample at 16,000 Hz"),
+        ({"window_ms": 0.01}, "window_ms=0.01: .*at least one sample at 16,000 Hz"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(SitusError, match=said):
         AudioConfig(**wrong)
+
+
+def test_a_frame_may_begin_at_every_sample() -> None:
+    assert AudioConfig(hop_ms=1000 / 16_000).hop == 1
 
 
 def test_fields_of_earlier_versions_are_told() -> None:
