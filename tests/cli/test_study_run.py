@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -107,6 +108,24 @@ def test_mistakes_are_one_sentence(study: Path, tmp_path: Path, capsys: pytest.C
         assert main(["study", "run", *words]) == 2
         printed = capsys.readouterr().err
         assert printed.startswith("situs: ") and printed.count("\n") == 1 and said in printed, printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_a_flag_does_not_take_is_seen_before_anything_runs(study: Path) -> None:
+    study.write_text(re.sub(r"(options\.validate_every) = \S+", r'\1 = "often"', study.read_text()))
+    with pytest.raises(SitusError, match=r"^mine: jobs\.tuned\.options: validate_every='often': must be an integer"):
+        check_study(load_study(study, configs=False), "mine", "paper")
+
+
+def test_a_dry_run_says_which_jobs_lack_their_data(study: Path, tmp_path: Path, capsys) -> None:
+    other = '[jobs.other]\nverb = "pretrain"\ndata = "more"\n\n[[tables]]'
+    text = study.read_text().replace("[[tables]]", other, 1)
+    study.write_text(text.replace("[jobs.mp3]", 'more = "many"\n\n[jobs.mp3]', 1))
+    command = ["study", "run", str(study), "--seeds", "1", "--out", str(tmp_path / "out"), "--dry-run", "--data"]
+    assert main([*command, "images=samples"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "other-0: skipped: give the path of its data (more)" in lines
+    assert sum(": situs " in line for line in lines) == len(lines) - 1
     assert not (tmp_path / "out").exists()
 
 

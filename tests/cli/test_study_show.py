@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,21 @@ def test_the_list_and_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mp3-table3" in shown and "mjp-table4" not in shown and "(~ marks an estimate)" in shown
     assert main(["study", "show", "--paper", "mjp", "--numbers"]) == 0
     assert "J: A + JP + UNK + DAL (NLN)" in capsys.readouterr().out
+
+
+def test_the_list_as_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "show", "--paper", "droppos", "--numbers", "--json"]) == 0
+    first, *others = json.loads(capsys.readouterr().out)
+    assert first["title"] == "Studies" and first["rows"][0][:2] == ["study", "what it shows"]
+    names = [row[0] for row in first["rows"][1:]]
+    assert names and all(name.startswith("droppos-") for name in names)
+    assert others and {table["title"].partition(":")[0] for table in others} <= {*names}
+
+
+@pytest.mark.parametrize("flags", [["--numbers"], ["--paper", "mp3"]])
+def test_one_study_is_no_list(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "show", "mp3-table3", *flags]) == 2
+    assert capsys.readouterr().err.startswith("situs: mp3-table3: is one study; --paper and --numbers apply only to ")
 
 
 def test_a_study_by_name_and_no_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any, Literal
 
 import pytest
 
 from situs.cli.main import main
+from situs.cli.parser.arguments import parse_flags
+from situs.cli.parser.flags import Flag
+from situs.cli.parser.words import _shown
+from situs.errors import SitusError
 
 GRADIENTS = "audit gradients x --data y"
 
@@ -91,3 +96,50 @@ def test_a_value_is_refused_as_one_in_a_file_would_be(line: str, said: str, caps
     told = capsys.readouterr().err
     assert told.startswith(f"situs: {said}")
     assert told.count("\n") == 1
+
+
+def given(flag: Flag, *words: str) -> list[Any]:
+    return [value for _, value in parse_flags([flag], words, "situs x")]
+
+
+def test_none_is_a_word_of_a_choice_where_it_takes_something_back() -> None:
+    kind = Literal["a", "b"] | None
+    assert given(Flag("--kind", ("kind",), kind, "a", "", "NAME"), "--kind", "none") == [None]
+    assert given(Flag("--kind", ("kind",), kind, None, "", "NAME"), "--kind=b") == ["b"]
+    for flag in (
+        Flag("--kind", ("kind",), kind, None, "", "NAME"),
+        Flag("--kind", ("kind",), Literal["a"], "a", "", ""),
+    ):
+        with pytest.raises(SitusError, match=r"^--kind none: must be "):
+            given(flag, "--kind", "none")
+
+
+@pytest.mark.parametrize(
+    ("in_args", "default", "twin"),
+    [(True, False, False), (True, True, True), (False, False, True), (False, True, True)],
+)
+def test_what_a_verb_has_off_by_default_cannot_be_turned_off(in_args: bool, default: bool, twin: bool) -> None:
+    flag = Flag("--show", ("show",), bool, default, "", "", in_args=in_args)
+    assert given(flag, "--show") == [True]
+    if twin:
+        assert given(flag, "--no-show") == [False]
+        assert given(flag, "--no-show", "--show") == [True]  # the last one counts
+    else:
+        with pytest.raises(SitusError, match=r"^--no-show: situs x has no such flag"):
+            given(flag, "--no-show")
+
+
+@pytest.mark.parametrize(
+    ("default", "shown"),
+    [
+        (1 / 3, "0.3333"), (5e-4, "0.0005"), ((0.9, 0.999), "0.9,0.999"), ((2, 2), "2,2"), (True, "yes"), (False, "no"),
+        (3, True), ("mean", True), (None, False), ("", False), ((), False), ({"a": 1}, False),
+    ],
+)  # fmt: skip
+def test_a_default_is_shown_as_it_would_be_written(default: Any, shown: str | bool) -> None:
+    told = _shown(Flag("--x", ("x",), Any, default, "", ""))
+    assert (told(default) if callable(told) else told) == shown
+
+
+def test_that_a_verb_does_not_do_something_is_not_shown() -> None:
+    assert _shown(Flag("--x", ("x",), bool, False, "", "", in_args=True)) is False
