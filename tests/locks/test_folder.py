@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.locks.folder import (
     INDEX,
@@ -20,6 +21,7 @@ from situs.locks.folder import (
     write_model,
 )
 from situs.locks.shards import Spec
+from situs.models import Model, open_model
 
 
 def test_weight_files_are_the_whole_or_the_indexed(tmp_path):
@@ -101,6 +103,22 @@ def test_timm_loads_what_is_written(model_folder):
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(model(x), create_backbone(model_folder("vit")).eval()(x))
+
+
+def test_a_model_of_sound_tells_how_its_clips_are_prepared(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    patches = dict(patch_size=2, frequency_stride=2, time_stride=2, num_mel_bins=40, max_length=98)
+    config = transformers.ASTConfig(**sizes, **patches, num_labels=3)
+    backbone = create_backbone(transformers.ASTForAudioClassification(config))
+    sound = DataConfig(kind="audio", channels=1, img_size=(40, 98))
+    write_model(Model("m", backbone, input=sound, classes=("a", "b", "c")), tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())["situs"]
+    again = open_model(tmp_path)
+    assert told and again.samples.modality.things == "clips"
+    x = torch.randn(1, 1, 40, 98)
+    assert torch.equal(again.backbone(x), backbone.eval()(x))
+    assert not (tmp_path / "preprocessor_config.json").exists()
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):

@@ -15,12 +15,14 @@ from situs.locks.key import Key
 from situs.locks.veil import (
     Cut,
     Veil,
+    deviation,
     exchange,
     exchange_order,
     low_frequencies,
     low_pass,
     normal_from,
     parse_veil,
+    parse_veils,
     row_orders,
     secret_words,
     token_scale,
@@ -60,6 +62,12 @@ def test_noise_has_the_strength_asked_for_in_units_of_the_tokens() -> None:
     assert added.std() == pytest.approx(0.5 * scale, rel=0.02)
     assert added.mean().abs() < 0.05 * scale
     assert (added**4).mean() / added.var() ** 2 == pytest.approx(3, rel=0.05)  # a normal's, a uniform's is 1.8
+
+
+def test_the_deviation_is_that_of_all_entries_about_their_common_mean() -> None:
+    z = 3 * torch.randn(7, 5, 4, generator=torch.Generator().manual_seed(0)) - 20
+    for parts in ([z], [z[:2], z[2:]], z.split(1)):
+        assert deviation(parts) == pytest.approx(float(z.double().std()), rel=1e-9)
 
 
 def test_normal_numbers_are_finite_for_the_extreme_words() -> None:
@@ -159,3 +167,19 @@ def test_the_words_for_a_defence() -> None:
     ):
         with pytest.raises(SitusError, match="defence="):
             parse_veil(text)
+
+
+def test_defences_are_audited_alone_and_under_each_permutation() -> None:
+    curve = ("noise=0.1", "noise=0.2")
+    assert list(map(str, parse_veils(("none", "curve", "none"), (), curve))) == ["none", *curve]
+    assert list(map(str, parse_veils(("lowpass=0.5", "noise=0.1", "curve"), (), curve))) == ["lowpass=0.5", *curve]
+    both = parse_veils(("none", "noise=1"), ("rows", "columns"), curve)
+    asked = [(veil.kind, veil.rows, veil.columns) for veil in both]
+    assert asked == [(kind, r, c) for kind in ("none", "noise") for r in (False, True) for c in (False, True)]
+    assert [(veil.rows, veil.columns) for veil in parse_veils(("none",), ("columns",), ())] == [
+        (False, False), (False, True),
+    ]  # fmt: skip
+    for defences, permute, field in (((), (), "defences"), (("blur",), (), "defences"), (("none",), ("x",), "permute")):
+        with pytest.raises(SitusError) as raised:
+            parse_veils(defences, permute, curve)
+        assert raised.value.field == field

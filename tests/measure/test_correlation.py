@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
+from situs.data.config import DataConfig
 from situs.errors import SitusError
-from situs.measure.correlation import Correlation, Correlations, correlate, distances, standardised
+from situs.measure.correlation import (
+    Correlation,
+    Correlations,
+    analyze_correlation,
+    correlate,
+    distances,
+    standardised,
+)
 from situs.measure.features import Layer, patch_layers
+from situs.models import Model
 from situs.pages import make_page
 
 
@@ -210,3 +219,13 @@ def test_neighbours_are_one_apart_and_not_across_a_corner() -> None:
 def test_two_images_are_enough(backbone: Backbone) -> None:
     found = correlate(backbone, batches(2, (2,)))["norm"]
     assert found.images == 2 and torch.isfinite(found.across).all()
+
+
+def test_the_maps_of_a_depth_that_the_model_has_are_drawn() -> None:
+    model = Model("m", small_vit(28, in_chans=1), input=DataConfig(img_size=28, channels=1, workers=0))
+    for depth in ("embedding", "2", "norm"):
+        found = analyze_correlation(model, "samples", depth=depth, count=3)
+        assert (found.depth, [*found.depths]) == (depth, ["embedding", "1", "2", "norm"])
+    with pytest.raises(SitusError, match="unknown depth '3'; choose one of: 1, 2, embedding, norm") as caught:
+        analyze_correlation(model, "samples", depth="3", count=3)
+    assert caught.value.field == "depth"

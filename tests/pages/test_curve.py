@@ -88,3 +88,10 @@ def test_the_first_sentence_counts_the_strengths_that_were_attacked(undrawn: Non
     words = make_page(Curves("m", [Line("noise", "none", "σ", [point("0", sentences=1.0, tokens=1.0)])], WORDS, 1))
     assert words.lead.startswith("Sentences were recovered completely at 1 of 1 attacked strength.")
     assert set(words.pictures) == {"noise-tokens", "noise-sentences"} and "Threat model" not in words.render()
+
+
+def test_every_point_stands_in_the_table(undrawn: None) -> None:
+    lines = [Line("noise", "none", "σ", [image("0", 50.0, 1.0, 1.0), image("2", 12.0)])]
+    text = make_page(Curves("m", lines, IMAGES, 2)).render()
+    table = text[text.index("Every point</h2>") :].split("</table>")[0]
+    assert table.count("<tr>") == 1 + 2 and "50" in table and "12" in table

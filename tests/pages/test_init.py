@@ -262,6 +262,16 @@ def test_only_the_first_of_several_ranks_writes(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_search_that_was_stopped_says_so_beside_what_it_found() -> None:
+    found: Any = RESULTS["Remedies"][0]()
+    assert found.with_setting and found.stopped is None
+    whole, cut = (make_page(each).render() for each in (found, replace(found, stopped="Ctrl-C")))
+    assert "The search was stopped by" not in whole
+    assert cut.count("The search was stopped by Ctrl-C.") == 1
+    assert cut.index("Settings within the limit</h2>") < cut.index("The search was stopped by Ctrl-C.")
+    assert cut.index("The search was stopped by Ctrl-C.") < cut.index("All trials</h2>")
+
+
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     """JSON has no NaN, and strict readers refuse a file that holds one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from situs.audit.split.stage import Kept
 from situs.audit.split.text import PromptAudit, Row
 from situs.audit.text.recovered import Read
 from situs.audit.text.result import finding_of
+from situs.gate import Limit
 from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
 from situs.pages.split import trade_offs
@@ -170,3 +172,20 @@ def test_a_blind_guess_is_a_line_over_all_utilities(monkeypatch: pytest.MonkeyPa
     assert seen[0]["noise: PSNR, dB"]["blind guess"] == ([0.4, 1.0], [11.0, 11.0])
     assert "blind guess" not in seen[1]["noise: patches at their position, %"]
     assert "(blind guess: 11.0 dB)" in page.numbers[0][1]
+
+
+def test_the_papers_table_is_there_where_its_attacker_was_tried(undrawn: None) -> None:
+    both = setting(CURVED[0].veil, CURVED[0].kept, replace(tried("decoder", psnr=20.0, ssim=0.5), shown=IMAGES))
+    for one, there in ((both, True), (CURVED[0], False)):
+        text = make_page(audit(one)).render()
+        assert ("The paper&#39;s Table 6</h2>" in text or "The paper's Table 6</h2>" in text) == there
+
+
+def test_the_gate_has_a_section_of_its_own(undrawn: None) -> None:
+    plain = prompts((0, "none", False, "++++"), (0, "noise=1", False, "+---"))
+    judged = replace(plain, limit=Limit("tokens", 0.5))
+    assert judged.ruling is not None and plain.ruling is None
+    texts = [make_page(each).render() for each in (plain, judged)]
+    assert ["Verdict</h2>" in text for text in texts] == [False, True]
+    section = texts[1][texts[1].index("Verdict</h2>") :].split("<h2>")[0]
+    assert html.escape(judged.ruling.sentence)[:40] in section or judged.ruling.sentence[:40] in section

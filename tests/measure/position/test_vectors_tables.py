@@ -99,6 +99,7 @@ def test_tables_that_say_nothing_are_refused() -> None:
             tables_of(backbone)
     with pytest.raises(SitusError, match="single position"):
         tables_of(make("vit_tiny_patch16_224", img_size=(16, 16)))
+    assert tables_of(make("vit_tiny_patch16_224", img_size=(16, 32)))[0].grid == (1, 2)
 
 
 def test_references_have_the_shape_asked_for_and_are_the_same_twice() -> None:
