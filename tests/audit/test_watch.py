@@ -262,7 +262,10 @@ def test_one_upload_comes_with_the_images_of_one_step_or_with_none() -> None:
         watch.look_upload([upload, upload], images)
     assert caught.value.fields == ("upload",)
     assert watch.look_upload([upload], images).answer == watch.look_upload(upload, images).answer == "above"
-    assert watch.look_upload(upload).answer == "above"
+    unknown = watch.look_upload(upload)
+    assert (unknown.answer, unknown.metric, unknown.bound) == ("above", "certified_psnr", 20.0)
+    blind = audit.guard(module, img_size=16, act="log", attacks=["patchembed"], limit="blind")
+    assert 0 < blind.look(images).bound < 20 < watch.look(images).value  # the limit of the worst image itself
     stop = Search(lambda _, deadline: (deadline.interrupt(), images)[1])
     with pytest.raises(KeyboardInterrupt):
         audit.guard(module, img_size=16, act="log", attacks=[stop]).look_upload(upload)

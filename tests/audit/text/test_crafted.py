@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,14 @@ LAYERS = {"gpt2": "n_layer", "distilbert": "n_layers"}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Fresh models of four blocks."""
     place = tmp_path_factory.mktemp("models")
-    kinds = ("bert", "gpt2", "distilbert", "llama", "masked", "albert")
-    return {
+    kinds = ("bert", "gpt2", "distilbert", "llama", "masked", "albert", "electra", "qwen3")
+    odd: dict[str, tuple[str, dict[str, Any]]] = {
+        "one block": ("bert", {"num_hidden_layers": 1}),
+        "few channels": ("electra", {"embedding_size": 32}),
+        "narrow": ("bert", {"width": 16}),
+    }
+    made = {name: write_folder(place / name, kind, **fields) for name, (kind, fields) in odd.items()}
+    return made | {
         kind: write_folder(place / kind, kind, width=96, **{LAYERS.get(kind, "num_hidden_layers"): 4}) for kind in kinds
     }
 
@@ -46,9 +53,13 @@ def victim_of(folder: Path, sent: str = "all") -> TextVictim:
     if sent.startswith("lora"):
         add_lora(victim.backbone, 8, 16, [sent.removeprefix("lora ")])
     names = add_adapters(victim.backbone, 64) if sent == "adapters" else []
-    endings = {"adapters": tuple(names), "biases": (".bias",), "head": ("classifier.weight", "classifier.bias")}.get(
-        sent, (".0.up", ".0.down")
-    )
+    endings = {
+        "adapters": tuple(names),
+        "biases": (".bias",),
+        "head": tuple(
+            f"{head}.{kind}" for head in ("classifier", "classifier.out_proj") for kind in ("weight", "bias")
+        ),
+    }.get(sent, (".0.up", ".0.down"))
     for name, parameter in victim.backbone.named_parameters():
         parameter.requires_grad_(sent == "all" or name.endswith(endings))
     return victim
@@ -202,13 +213,20 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
         ("albert", "all", 1, "share weights"),
         ("bert", "head", 2, "a single sentence, not a batch"),
         ("gpt2", "biases", 1, "for a model that predicts words"),
+        ("qwen3", "all", 1, "rotations inside the attention"),
+        ("one block", "all", 1, "the model has fewer than two blocks"),
+        ("few channels", "all", 1, "word embedding has fewer channels than its blocks"),
+        ("narrow", "all", 1, r"too few channels \(16\), neurons \(64 a block\) or ranks of LoRA"),
+        ("bert", "nothing", 1, "the gradient of a later block or of a classifier, and neither is sent"),
+        ("electra", "head", 1, "a layer before the classifier that is linear near or above 0"),
     ],
 )
 def test_what_is_not_read_is_refused_with_the_reason(
     folders: dict[str, Path], kind: str, sent: str, batch: int, reason: str
 ) -> None:
     victim = victim_of(folders[kind], sent)
-    assert reason in str(plan_of(victim, batch=batch))
+    assert re.search(reason, str(plan_of(victim, batch=batch)))
+    assert crafted_sentences(victim, dict[str, torch.Tensor](), batch).reason == plan_of(victim, (), batch)
     with pytest.raises(SitusError, match=reason):
         craft_text(victim, batch=batch)
 

@@ -14,7 +14,7 @@ from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.solver import SOLVED
-from situs.audit.attacks.tokens.attack import TokensConfig
+from situs.audit.attacks.tokens.attack import TokensConfig, _rank
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import FIRST, Deadline
@@ -120,6 +120,8 @@ def test_what_it_cannot_do_is_said() -> None:
     rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
     assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
     assert "contains every patch (it spans 16 of 48" in reason(sent=rest) and "later blocks" in reason(sent=rest)
+    less = {name for name in rest if "patch_embed" not in name}
+    assert "the gradient of model.patch_embed.proj.weight is not sent either" in reason(sent=less)
     assert "does not search" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
     assert "a patch has at least as many values (48) as there are channels (32)" in reason(
@@ -169,6 +171,30 @@ def test_a_batch_of_two_comes_apart() -> None:
     assert best > 54
     assert found.facts[0]["fits"] is True and found.facts[0]["patches_that_fit"] == 8
     assert 0 < float(found.facts[0]["residual"] or 0.0) <= SOLVED  # the largest of any patch
+
+
+@pytest.mark.parametrize(
+    ("fields", "ordered"), [({"name": "vit_small_patch16_rope_224"}, True), ({"positions": "none"}, False)]
+)
+def test_the_order_without_a_table_is_proved_by_rotations_and_else_a_guess(
+    fields: dict[str, Any], ordered: bool
+) -> None:
+    backbone, x = vit(size=8, **fields).float(), photographs(size=8)
+    found = attacked(backbone, x, NoDefence())
+    assert psnr(found.images, x) > 54
+    [fact] = found.facts
+    assert fact["fits"] is True and fact["patches_that_fit"] == fact["patches"] == 4
+    guess = "every patch is proved. The order of the patches is a guess from their borders"
+    assert (fact["verdict"], fact.get("hidden")) == ((None, None) if ordered else (guess, 4))
+
+
+def test_the_best_solution_fits_and_leaves_least() -> None:
+    facts: list[dict[str, Any]] = [
+        {"fits": fits, "residual": residual}
+        for fits, residual in ((True, 0.5), (True, 2.0), (False, 0.1), (False, 3.0), (False, None))
+    ]
+    turned = [facts[number] for number in (4, 2, 0, 3, 1)]
+    assert sorted(turned, key=_rank) == facts
 
 
 def test_equal_images_are_told_and_found_once() -> None:
