@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import small_vit
+from builders import small_method, small_vit
 from safetensors.torch import load_file, save_file
+from tiny_texts import write_folder
 from torch import Tensor, nn
 from warm import warm
 
@@ -17,6 +18,8 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.data.config import DataConfig
 from situs.data.preparation import Preparation
+from situs.data.text import TextConfig
+from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.methods.supervised import multi_label_loss
@@ -267,6 +270,27 @@ def test_transformers_is_told_that_an_image_has_any_number_of_classes(tmp_path: 
     torch.testing.assert_close(theirs, ours)
     opened = open_model(tmp_path / "x")
     assert opened.multi_label and opened.classes == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "own", "exported"),
+    [
+        ("gpt2 classes", "supervised", 7, 0),  # transformers finds a sentence's last token by the tokeniser's
+        ("gpt2", "language", 7, 7),
+        ("gpt2", "language", None, 0),
+        ("bert", "supervised", 7, 7),
+    ],
+)
+def test_sentences_are_padded_as_transformers_must_know(
+    kind: str, method: str, own: int | None, exported: int, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "made", kind, width=8, pad_token_id=own)
+    assert Tokeniser(str(folder)).pad == 0
+    backbone = create_backbone(folder, num_classes=None if method == "language" else 3)
+    prepared = Preparation(DataConfig(kind="text", text=TextConfig(tokeniser=str(folder))))
+    made = small_method(method, backbone, 3 if method == "supervised" else 0)
+    write_export(made, tmp_path / "x", ModelProvenance(method, prepared=prepared))
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["pad_token_id"] == exported
 
 
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
