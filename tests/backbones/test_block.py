@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import DropPath
 from timm.layers.layer_scale import LayerScale
 from torch import nn
 
@@ -93,3 +94,40 @@ def test_so_are_masks_and_whoever_taps() -> None:
     seen: list[int] = []
     backbone.run_layers(stream, None, (lambda depth, _: seen.append(depth),))
     assert seen == [1, 2]
+
+
+@torch.no_grad()
+def test_what_waits_for_the_call_of_a_block_is_called_and_gone_afterwards() -> None:
+    """FSDP gathers a block's weights in a hook before its call, and frees them in one behind it."""
+    backbone = made().eval()
+    stream, layer = stream_of(backbone), backbone.model.blocks[1]
+    expected, seen = backbone.run_layers(stream, None), []
+    before = layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_forward_hook(lambda *_: seen.append("behind"))
+    torch.testing.assert_close(backbone.run_layers(stream, None), expected, rtol=1e-5, atol=1e-6)
+    assert seen == ["before", "behind"] and "forward" not in vars(layer)
+    before.remove()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    layer.register_forward_pre_hook(lambda *_: None)
+    layer.mlp.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        backbone.run_layers(stream, None)
+    assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize(("rate", "training", "drawn"), [(0.0, True, False), (0.5, False, False), (0.5, True, True)])
+def test_a_drop_path_draws_only_where_it_drops(rate: float, training: bool, drawn: bool) -> None:
+    backbone = made()
+    backbone.model.blocks[0].drop_path2 = DropPath(rate)
+    stream = stream_of(backbone.train(training))
+    before = torch.get_rng_state()
+    parts = fused_parts(backbone.parts(), stream)
+    assert parts is not None
+    scales = [scale for part in parts for scale in (part.scale1, part.scale2)]
+    assert [scale is not None for scale in scales] == [False, drawn, False, False]
+    assert torch.equal(torch.get_rng_state(), before) is not drawn
+    if drawn:
+        assert scales[1].shape == (3,) and set(scales[1].tolist()) <= {0.0, 2.0}  # type: ignore[union-attr]

@@ -254,6 +254,14 @@ def test_a_table_that_is_no_square_is_for_its_own_grid_alone():
         b.positions((4, 4))
 
 
+def test_dinov2s_whose_patches_are_no_square_are_for_their_own_size_alone():
+    config = transformers.Dinov2Config(**DINO | {"patch_size": (2, 4)})
+    assert create_backbone(config).grid == create_backbone(config, img_size=16).grid == (8, 4)
+    for size in ((8, 16), 32):
+        with pytest.raises(SitusError, match=r"^image_size=16x16: must be square in the config, because transf"):
+            create_backbone(config, img_size=size)
+
+
 def test_attention_to_a_second_model_is_refused():
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=6)
     config.add_cross_attention = True
