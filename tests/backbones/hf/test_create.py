@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from situs.backbones import create_backbone
 from situs.backbones.base import join
 from situs.backbones.hf.create import FAMILIES, KINDS
-from situs.backbones.hf.text import DecoderBackbone
+from situs.backbones.hf.text import DecoderBackbone, PromptCache
 from situs.core import attention
 from situs.core.position import resample_table
 from situs.errors import SitusError
@@ -557,6 +557,44 @@ def test_causal_models_refuse_rows_and_context(name):
             b.encode(b.embed(inputs(b, name)), b.positions(), context=context)
     b.require("take")
     b.require("columns")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_window", "qwen2", "qwen3", "neox"])
+@torch.no_grad()
+def test_states_of_next_words_are_those_of_the_whole_sentence(name):
+    """Windows hold 4 words, so that the first of 9 are out of sight."""
+    b = make(name)
+    words, others = inputs(b, name)[0], torch.tensor([7, 3, 11])
+    whole = b.model.base_model(words[None], output_hidden_states=True).hidden_states
+    cache = PromptCache()
+    for place in range(len(words)):
+        sentences = torch.cat([words[:place].expand(3, -1), others[:, None]], dim=1)
+        own = b.model.base_model(sentences, output_hidden_states=True).hidden_states
+        assert gap(b.branches(words[:place], others), own[1][:, -1]) < EXACT
+        found = b.next_states(torch.cat([words[place : place + 1], others]), cache, 2)
+        assert gap(found, torch.cat([whole[2][0, place : place + 1], own[2][:, -1]])) < EXACT
+        cache.add(0)
+    assert cache.length == 9
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral_window", "qwen3_window"])
+@torch.no_grad()
+def test_a_sentence_in_parts_is_the_sentence_and_of_a_long_one_a_window_holds_its_words_alone(name):
+    b = make(name)
+    words, past, parts, held = inputs(b, name, 16), b.new_past(), [], []
+    whole = b.run_layers(b.assemble(b.embed(words), b.positions((16,))), None)
+    assert past.nbytes == past.length == 0
+    for first, last in ((0, 12), (12, 13), (13, 16)):
+        places = b.positions((last,)).take(torch.arange(first, last))
+        parts.append(b.extend(b.assemble(b.embed(words[:, first:last]), places), past))
+        held.append(past.nbytes)
+        assert past.length == last
+    assert gap(torch.cat(parts, dim=1), whole) < EXACT
+    heads, width = past.cache.layers[0].keys.shape[1::2]
+    windows = sum(b._sliding())
+    # Of a window of 4, the 3 words that the next one sees; keys and values of 2 sentences, 8 bytes a number.
+    assert held[0] == 2 * 2 * 8 * heads * width * (3 * windows + 12 * (b.depth - windows))
+    assert windows == {"gpt2": 0, "mistral_window": 3, "qwen3_window": 2}[name]
 
 
 def test_positions_that_do_not_fit_are_refused():
