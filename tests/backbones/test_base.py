@@ -228,3 +228,14 @@ def test_a_swin_refuses_padding_and_a_context() -> None:
         swin.encode(swin.embed(images), swin.positions(), mask=mask)
     with pytest.raises(SitusError, match=r"does not support attending to a chosen subset .*every token of the grid"):
         swin.encode_at(images, Selection(torch.arange(4).expand(2, -1)), Context(2, None))
+
+
+@pytest.mark.parametrize(("kind", "words"), [("hf_vit", "CLS token"), ("gpt2", "mean of the patches")])
+@torch.no_grad()
+def test_what_stands_before_the_last_layer_is_named(kind: str, words: str) -> None:
+    backbone = hf_model(kind)
+    assert backbone.head_input == words
+    features = backbone.encode(backbone.embed(inputs(backbone)), backbone.positions())
+    pooled = backbone.pooled(features)
+    parts = features.prefix if kind == "hf_vit" else features.patches
+    torch.testing.assert_close(pooled, torch.stack([sample.sum(0) / len(sample) for sample in parts]))

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_hf, small_vit
 from timm.layers import DropPath
 from timm.layers.layer_scale import LayerScale
+from timm.models.vision_transformer import ResPostBlock
 from torch import nn
 
 from situs.backbones import block, create_backbone
@@ -85,6 +87,18 @@ def test_others_are_left_alone(change: Change) -> None:
     assert fused(backbone, stream)
     change(backbone.model.blocks)
     assert not fused(backbone, stream)
+
+
+@pytest.mark.parametrize("kind", ["norms behind", "three layers", "rotation"])
+def test_so_are_other_blocks(kind: str) -> None:
+    if kind == "three layers":
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        backbone = small_hf("ViTModel", image_size=16, patch_size=4, **shape)
+    elif kind == "rotation":
+        backbone = made("vit_small_patch16_rope_224")
+    else:
+        backbone = small_vit(model_args={"block_fn": ResPostBlock})
+    assert not fused(backbone, stream_of(backbone))
 
 
 def test_so_are_masks_and_whoever_taps() -> None:

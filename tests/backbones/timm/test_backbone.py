@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from builders import small_swin, small_vit
+from timm.models.eva import Eva
 from torch import Tensor, nn
 
 from situs.backbones import Backbone, create_backbone
@@ -134,3 +136,18 @@ def test_an_image_of_another_size_has_its_own_grid(size: tuple[int, int]) -> Non
     stem = backbone.model.patch_embed
     torch.testing.assert_close(tokens, stem.norm(stem.proj(x).flatten(2).mT))
     assert torch.isfinite(backbone.assemble(tokens, positions).z).all()
+
+
+@pytest.mark.skipif("num_kv_heads" not in inspect.signature(Eva).parameters, reason="timm has no shared keys yet")
+@pytest.mark.parametrize("keys", [1, 2])
+@torch.no_grad()
+def test_heads_that_share_their_keys_give_timms_own_features(keys: int) -> None:
+    torch.manual_seed(0)
+    shape = {"num_kv_heads": keys, "attn_type": "rope", "qkv_fused": False, "qk_norm": True}
+    backbone = small_vit((12, 16), name="eva02_tiny_patch14_224", width=32, heads=4, model_args=shape).double().eval()
+    for parameter in backbone.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    assert {part.attention.shared for part in backbone.parts()} == {4 // keys}
+    x = images(backbone)
+    features = backbone.encode(backbone.embed(x), backbone.positions())
+    torch.testing.assert_close(features.patches, backbone.model.forward_features(x)[:, 1:], rtol=0, atol=1e-10)
