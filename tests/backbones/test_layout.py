@@ -206,3 +206,72 @@ def test_a_layer_of_another_class_is_refused_by_its_name() -> None:
     assert str(caught.value) == (
         "blocks.1.mlp.fc2 is a Sequential, but Situs supports only these classes here: Linear, Conv1D"
     )
+
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+    "max_position_embeddings": 12,
+}
+INNER: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, set[str]]]]] = {
+    "two of two queries": (
+        "LlamaModel",
+        {"num_key_value_heads": 2},
+        {"heads": (2, {*"qkvo"}), "queries": (2, {*"qo"}), "value": (4, {*"vo"})},
+    ),
+    "one of four queries": (
+        "LlamaModel",
+        {"num_key_value_heads": 1},
+        {"queries": (4, {*"qo"}), "value": (4, {*"vo"})},
+    ),
+    "four of one query": (
+        "LlamaModel",
+        {"num_key_value_heads": 4},
+        {"heads": (4, {*"qkvo"}), "value": (4, {*"vo"})},
+    ),
+    "by head": (
+        "GPTNeoXModel",
+        {},
+        {"heads": (4, {"query_key_value", "dense"}), "value": (4, {"query_key_value", "dense"})},
+    ),
+    "a single head": ("GPTNeoXModel", {"num_attention_heads": 1}, {"value": (16, {"query_key_value", "dense"})}),
+    "without rotation": (
+        "BertModel",
+        {},
+        {
+            "heads": (4, {"query", "key", "value", "dense"}),
+            "value": (4, {"value", "dense"}),
+            "query": (4, {"query", "key"}),
+        },
+    ),
+    "a single head without rotation": (
+        "BertModel",
+        {"num_attention_heads": 1},
+        {"value": (16, {"value", "dense"}), "query": (16, {"query", "key"})},
+    ),
+}
+"""Heads of keys -> the groups inside an attention: how many entries, and the layers that they move."""
+
+
+@pytest.mark.parametrize("case", INNER)
+def test_every_order_inside_an_attention_is_a_group(case: str) -> None:
+    kind, entries, wanted = INNER[case]
+    groups = {group.name.removeprefix("blocks.0."): group for group in small_hf(kind, **TEXT | entries).groups()}
+    found = {
+        name: (group.size, {member.tensor.split(".")[-2].removesuffix("_proj") for member in group.members})
+        for name, group in groups.items()
+        if name not in ("residual", "mlp")
+    }
+    assert found == wanted
+    assert (groups["residual"].size, groups["mlp"].size) == (16, 24)
+    own = {
+        "query_key_value": {"attention.query_key_value.weight"},
+        "q": {"self_attn.q_proj.weight", "self_attn.o_proj.weight"},
+    }
+    stream = {member.tensor.split(".", 2)[-1] for member in groups["residual"].members}
+    for layer, tensors in own.items():
+        if any(layer in layers for _, layers in wanted.values()):
+            assert tensors <= stream
