@@ -39,6 +39,7 @@ from situs.audit.chosen import (
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, PASSED
+from situs.models import open_model
 
 SLOW_KINDS = ("BertModel", "LlamaForCausalLM", "GPTNeoXForCausalLM")
 COMPARED = ("few neurons changed", "few numbers changed", "tensor changed")
@@ -162,10 +163,13 @@ def test_a_neuron_that_changed_is_held_against_the_median_of_its_layer() -> None
     assert (ratio, name, distance) == (pytest.approx(7, rel=1e-4), "blocks.1.mlp.fc1", 0.0)
 
 
-@pytest.mark.parametrize("kind", ["vit", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("kind", ["vit", "GPT2LMHeadModel", "BertModel"])
 def test_layers_are_the_matrices_that_the_models_own_layers_multiply_with(kind: str) -> None:
     torch.manual_seed(0)
     own = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    if kind == "BertModel":
+        own = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        own |= {"vocab_size": 50, "max_position_embeddings": 32}
     backbone: Any = vit() if kind == "vit" else small_hf(kind, **own)
     depth, layers, calls = len(backbone.parts()), layers_of(backbone), dict[int, Any]()
     assert [layer.part for layer in layers] == ["query", "key", "value", "out", "up", "down"] * depth
@@ -179,8 +183,8 @@ def test_layers_are_the_matrices_that_the_models_own_layers_multiply_with(kind: 
     for layer in ups:
         given, out = calls[id(layer.module)]
         torch.testing.assert_close(given @ layer.weight.T + layer.bias, out)
-    fused = backbone.parts()[0].attention.qkv[0].weight
-    fused = fused if kind == "vit" else fused.T
+    fused = torch.cat([layer.weight for layer in backbone.parts()[0].attention.qkv])
+    fused = fused.T if kind.startswith("GPT2") else fused
     torch.testing.assert_close(torch.cat([layer.weight for layer in layers[:3]]), fused.detach())
 
 
@@ -383,6 +387,35 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         model.parts()[0].mlp.up[0].weight[0, 0] = math.nan
     with pytest.raises(SitusError, match="NaN"):
         check_weights(model)
+
+
+class Unknown(nn.Module):
+    """Linear layers without blocks, for two images at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(48, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise ValueError("two images at most\nand no more")
+        return self.two(torch.relu(self.one(x.flatten(1)[:, :48])))
+
+
+def test_a_model_that_does_not_run_on_made_up_images_is_inconclusive_and_its_matrices_are_measured() -> None:
+    torch.manual_seed(0)
+    result = check_weights(Unknown(), img_size=16)
+    said = "the outputs on random inputs could not be measured (two images at most)"
+    assert result.status == NOT_JUDGED and result.missing == (said,) and said in result.sentence
+    [one, two] = layers_of(open_model(Unknown(), img_size=16).backbone)
+    assert [one.name, two.name] == ["one", "two"] and one.part == two.part == "up"
+
+
+def test_a_public_model_by_its_name_is_opened_for_the_same_images() -> None:
+    result = check_weights("test_vit", "test_vit=random", img_size=32)
+    assert result.status == PASSED and result.distance == 0.0
+    with pytest.raises(SitusError, match="a different architecture"):
+        check_weights(vit(), "test_vit=random")
 
 
 def test_a_model_without_matrices_is_inconclusive() -> None:
