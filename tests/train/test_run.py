@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_hf, small_method, small_vit
 from image_files import write
 
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
+from situs.data.config import DataConfig
 from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.folder_lock import lock_folder
@@ -31,10 +33,13 @@ from situs.train.assemble import (
     make_eval_loader,
     make_method,
     make_training_loader,
+    rates_of,
     resolve_config,
+    takes,
 )
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
+from situs.train.private import DpConfig, Private
 from situs.train.run import _note_skipped, is_run, load_run, train_run
 from situs.train.tuning import freeze
 
@@ -58,6 +63,59 @@ def config(**tables: Any) -> RunConfig:
 
 def longer_by(own: RunConfig, **train: Any) -> RunConfig:
     return replace(own, train=replace(own.train, **train))
+
+
+@pytest.mark.parametrize(
+    ("tables", "gentle"),
+    [
+        ({}, True),
+        ({"init": None}, False),
+        ({"init_positions": False}, False),
+        ({"tuning": {"parts": "head"}}, False),
+        ({"dp": {"noise": 1.0}}, False),
+        ({"method": {"name": "mp3"}}, False),
+        ({"optim": {"lr": 1e-3}}, False),
+    ],
+)
+def test_only_all_layers_of_a_pretrained_model_that_learns_classes_have_gentle_rates(
+    tables: dict[str, Any], gentle: bool
+) -> None:
+    whole = {"method": {"name": "supervised"}, "init": "weights.pth", "optim": {"lr": None}}
+    own = config(**merge(whole, tables, {"method"}))
+    method = small_method(own.method_name)
+    assert rates_of(own, method).layer_decay == (0.75 if gentle else None)
+    assert (rates_of(own, method) == own.optim) == (not gentle)
+    sentences = replace(own, data=DataConfig(kind="text", path="lines.csv"))
+    assert rates_of(sentences, method) == own.optim
+
+
+def test_what_a_model_takes_is_told_by_its_input() -> None:
+    pixels = takes(small_vit((8, 12), in_chans=1))
+    assert (pixels.size, pixels.channels, pixels.words, pixels.places) == ((8, 12), 1, 0, 0)
+    words = small_hf(
+        "BertModel", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=30,
+        max_position_embeddings=12,
+    )  # fmt: skip
+    assert (takes(words, "home").words, takes(words).places, takes(words, "home").home) == (30, 12, "home")
+
+
+def test_a_private_run_takes_no_sample_twice_and_an_added_loss_trains_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, Any]] = []
+
+    def opened(data: DataConfig, *_: Any, step_sampler: Any, **__: Any) -> Any:
+        seen.append((data.strict, step_sampler))
+        return SimpleNamespace(source=SimpleNamespace(multi_label=False))
+
+    monkeypatch.setattr("situs.train.assemble.make_loader", opened)
+    private = Private(DpConfig(noise=1.0))
+    for given in (None, private):
+        make_training_loader(config(), Ranks(0, 1, torch.device("cpu")), given)
+    assert seen == [(False, None), (True, private.draw)]  # one that stands for a broken sample would count twice
+    with pytest.raises(SitusError, match=r"added losses need tuning\.parts=all, but tuning\.parts is head"):
+        config(added=["mp3:weight=0.1"], tuning={"parts": "head"}, init="x")
+    with pytest.raises(SitusError, match="differential privacy does not support added losses"):
+        config(added=["mp3:weight=0.1"], dp={"noise": 1.0})
+    assert config(added=["mp3:weight=0.1"]).added == ("mp3:weight=0.1",)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

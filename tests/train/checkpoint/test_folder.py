@@ -254,6 +254,41 @@ def test_another_config_is_refused_in_one_sentence(run: RunFolder) -> None:
     assert read_config(run.path) == CONFIG  # nothing was written
 
 
+@pytest.mark.parametrize(("changed", "more"), [(1, ""), (3, ""), (4, " and 1 more field"), (6, " and 3 more fields")])
+def test_of_many_changed_fields_three_are_named(changed: int, more: str, tmp_path: Path) -> None:
+    names = [f"f{number}" for number in range(6)]
+    run = RunFolder.create(tmp_path / "run", dict.fromkeys(names, 0))
+    with pytest.raises(SitusError) as error:
+        RunFolder.open(run.path, dict.fromkeys(names, 0) | dict.fromkeys(names[:changed], 1))
+    listed = ", ".join(f"{name} was 0 and is now 1" for name in names[: min(3, changed)])
+    assert str(error.value) == f"{run.path}: cannot resume with another config: {listed}{more}"
+    assert error.value.field == "resume"
+
+
+def test_facts_are_those_of_the_newest_and_the_latest_is_at_most_its_limit(run: RunFolder) -> None:
+    for step in (1, 2, 10):
+        run.save(step, files(step), {"seconds": float(step)}, keep=9)
+    assert (run.facts()["step"], run.facts()["seconds"]) == (10, 10.0)
+    for limit, step in ((None, 10), (10, 10), (9, 2), (2, 2), (1, 1)):
+        found = run.latest(limit)
+        assert found is not None and found.step == step
+    assert run.latest(0) is None
+    (run.checkpoints / "step-00000010" / "state.json").write_text("{")
+    assert run.facts()["step"] == 2
+    with pytest.raises(SitusError, match=r"run: the checkpoint of step 10 is damaged \(state\.json"):
+        run.chosen(10)
+
+
+def test_who_does_not_write_leaves_a_new_folder_to_who_does(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path / "run", CONFIG, writer=False).path == tmp_path / "run"
+    assert not (tmp_path / "run").exists()
+    written = RunFolder.create(tmp_path / "run", CONFIG, classes=("a", "b"))
+    assert written.classes() == ("a", "b") and RunFolder.open(tmp_path / "run", writer=False).classes() == ("a", "b")
+    assert RunFolder.create(tmp_path / "bare", CONFIG).classes() is None
+    with pytest.raises(SitusError, match="run: already contains a run; resume this run"):
+        RunFolder.create(tmp_path / "run", CONFIG)
+
+
 def test_some_fields_may_change_and_are_told(run: RunFolder) -> None:
     other = changed(train__epochs=20, train__log_every=5, out="b")
     notes: list[str] = []

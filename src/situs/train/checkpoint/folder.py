@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from situs.config import differences, flat, from_dict, to_dict
-from situs.errors import SitusError, reason_of
+from situs.errors import SitusError, counted, reason_of
 from situs.files import write_bytes, write_text
 from situs.folder_lock import NAME as LOCK
 from situs.folder_lock import lock_folder
@@ -135,7 +135,7 @@ class RunFolder:
         fixed = {name: pair for name, pair in changed.items() if not may_change(name)}
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
-            more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
+            more = f" and {counted(len(fixed) - 3, 'more fields')}" if len(fixed) > 3 else ""
             raise SitusError(f"{path}: cannot resume with another config: {listed}{more}", field="resume")
         for name, (old, value) in changed.items():
             note(f"{name}: {old} -> {value}")
