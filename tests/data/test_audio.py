@@ -98,6 +98,7 @@ def test_a_frame_sees_its_own_samples() -> None:
         ({"mels": 256}, "band .* would contain no frequency of a window of 480 samples"),
         ({"hop_ms": 0.01}, "hop_ms=0.01: .*at least one sample at 16,000 Hz"),
         ({"window_ms": 0.01}, "window_ms=0.01: .*at least one sample at 16,000 Hz"),
+        ({"seconds": 0.0299}, r"seconds=0\.0299: must be at least 0\.03 s, the length of a frame"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
@@ -107,6 +108,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
 
 def test_a_frame_may_begin_at_every_sample() -> None:
     assert AudioConfig(hop_ms=1000 / 16_000).hop == 1
+    assert AudioConfig(seconds=0.03).size == (40, 1) and AudioConfig(seconds=0.04).size == (40, 2)
 
 
 def test_fields_of_earlier_versions_are_told() -> None:

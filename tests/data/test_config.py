@@ -9,6 +9,7 @@ import pytest
 from situs.config import from_dict, to_dict
 from situs.data.audio import AudioConfig
 from situs.data.config import DataConfig
+from situs.data.modalities.base import ModelInput
 from situs.errors import SitusError
 
 CLIPS: dict[str, Any] = {"kind": "audio", "channels": 1}
@@ -44,6 +45,27 @@ def test_images_keep_their_channels() -> None:
     with pytest.raises(SitusError, match="img_size: must be set"):
         _ = DataConfig().size
     assert DataConfig(channels=1).normalisation == ((0.5,), (0.25,))
+
+
+def test_the_size_of_images_is_that_of_the_model() -> None:
+    data = DataConfig(channels=1)
+
+    def fitted(data: DataConfig, *takes: Any) -> DataConfig:
+        return data.modality.fit(data, lambda: ModelInput("swin", *takes), learns=True)
+
+    assert fitted(data, (32, 48)) == DataConfig(channels=1, img_size=(32, 48))
+    assert fitted(given := DataConfig(img_size=7), None, 0, 9) is given  # whatever the model says
+    for takes, field, said in (
+        ((None,), "data.img_size", "img_size: must be set, because swin has no fixed input size"),
+        (
+            ((8, 8), 0, 30),
+            "data.kind",
+            "the kind of the data must be text, not images, because swin reads sentences",
+        ),
+    ):
+        with pytest.raises(SitusError) as caught:
+            fitted(data, *takes)
+        assert (str(caught.value), caught.value.field) == (said, field)
 
 
 def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
