@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from torch import Tensor
 from situs.data import loader as streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.loader import WorkerStream, _read, _Task
+from situs.data.loader import Loader, WorkerStream, _read, _Task
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.sampler import BatchPlan, batches_for, epoch_order
-from situs.data.sources.base import Source, TensorSource
+from situs.data.sampler import BatchPlan, batches_for, block_order, epoch_order
+from situs.data.sources.base import Blocks, Source, TensorSource
 
 CROP = AugmentConfig()
 
@@ -190,3 +191,25 @@ def test_batches_that_cannot_be_divided_are_read_one_by_one_as_all_at_once(
     assert torch.equal(torch.cat([part.ids for part in apart]), whole.ids)
     images = [part.values["image"] for part in apart if len(part.ids)]
     assert torch.equal(torch.cat(images), whole.values["image"])
+
+
+class Blocked(TensorSource):
+    def blocks(self) -> Blocks:
+        return Blocks(np.arange(4, len(self) + 1, 4), 1 << 20, True, "rows")
+
+
+def test_crops_that_the_device_resizes_are_those_of_workers_in_blocks_too() -> None:
+    """They have no rows of one size, so a worker's part of several batches is not divided afterwards."""
+    images = torch.randint(0, 256, (48, 3, 20, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    source, data = Blocked(images, torch.arange(48) % 3, ("a", "b", "c")), DataConfig(img_size=(8, 6), seed=5)
+    plan = BatchPlan(48, 12, 5, order=block_order(source.blocks(), 1 << 19, 12, 4))
+    found = []
+    for device_resizes, workers in ((False, 0), (True, 2)):
+        pipeline = ImagePipeline(source, data, CROP, device_resizes=device_resizes)
+        loader = Loader(pipeline, plan, torch.device("cpu"), workers)
+        found.append(list(loader.iterate(1)))
+        loader.close()
+    assert len(found[0]) == 4
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.ids, other.ids) and torch.equal(one.targets["label"], other.targets["label"])
+        torch.testing.assert_close(one.inputs, other.inputs, rtol=0, atol=1e-6)
