@@ -181,3 +181,32 @@ def test_a_class_folder_without_images_is_named(tmp_path):
     source = open_source(tmp_path)
     assert source.classes == ("cat", "dog")
     assert f"{tmp_path.name}: 1 folder without images left out: 'bird'" in source.notes
+
+
+@pytest.mark.parametrize(("empty", "said"), [(1, "1 folder"), (3, "3 folders"), (4, "4 folders")])
+def test_the_first_three_folders_without_images_are_named(tmp_path, empty, said):
+    write(tmp_path / "cat" / "1.png")
+    for name in "abcd"[:empty]:
+        (tmp_path / name).mkdir()
+    listed = ", ".join(map(repr, "abcd"[: min(3, empty)])) + (", …" if empty == 4 else "")
+    assert open_source(tmp_path).notes == [f"{tmp_path.name}: {said} without images left out: {listed}"]
+
+
+@pytest.mark.parametrize("kinds", [5, 6])
+def test_the_five_most_frequent_endings_of_other_files_are_told(tmp_path, kinds):
+    write(tmp_path / "cat" / "1.png")
+    for kind in range(kinds):
+        for number in range(10 - kind):
+            write(tmp_path / "cat" / f"{number}.x{kind}", b"")
+    total, listed = sum(10 - kind for kind in range(kinds)), ", ".join(f".x{kind} {10 - kind}" for kind in range(5))
+    said = f"left out {total} (not images, by their names: {listed}); the first: cat/0.x0"
+    assert open_source(tmp_path).notes == [f"{tmp_path.name}: {said}"]
+
+
+def test_an_image_that_tiny_imagenets_table_does_not_list_is_named(tmp_path):
+    write(tmp_path / "train/n1/images/n1_0.png")
+    for name in ("val_0.png", "val_1.png"):
+        write(tmp_path / "val/images" / name)
+    write(tmp_path / "val/val_annotations.txt", b"val_0.png\tn1\t0\t0\n\nval_1.png\n")
+    with pytest.raises(SitusError, match=r"val/images/val_1\.png: class '' is not among the 1 classes of .*train$"):
+        open_source(tmp_path, "val")
