@@ -204,6 +204,48 @@ def test_outlines_that_enclose_no_pixel_are_told(tmp_path: Path) -> None:
 
     write_coco(tmp_path, {"train": 1}, change)
     assert opened(tmp_path).empty_outlines(0) == ["the outline of annotation 1 encloses no pixel"]
+    write_coco(tmp_path, {"train": 2}, lambda told: change(told | {"annotations": told["annotations"][3:][::-1]}))
+    source = opened(tmp_path)
+    assert source.empty_outlines(0) == []
+    assert source.empty_outlines(1) == ["the outline of annotation 5 encloses no pixel"]
+
+
+@pytest.mark.parametrize(
+    "border", [[60, 0, 5, 5], [0, 40, 5, 5], [-5, 0, 5, 5], [0, -5, 5, 5], [3, 3, 0, 4], [3, 3, 4, -1]]
+)
+def test_a_box_beside_the_image_is_no_object_and_one_pixel_of_it_is(tmp_path: Path, border: list[int]) -> None:
+    def change(told: dict[str, Any], by: int) -> None:
+        moves = [1 if at < 0 else -1 if at >= 40 else 0 for at in border[:2]]
+        grown = 2 if border[2] < 1 or border[3] < 1 else 0
+        box = [at + by * move for at, move in zip(border[:2], moves, strict=True)]
+        told["annotations"][0]["bbox"] = [*box, *(side + by * grown for side in border[2:])]
+
+    for by, left in ((0, 2), (1, 3)):
+        write_coco(tmp_path, {"train": 1}, lambda told, by=by: change(told, by))
+        sample = opened(tmp_path).read(0)
+        assert len(sample["classes"]) == left
+
+
+def test_lvis_names_its_images_by_their_address(tmp_path: Path) -> None:
+    def change(told: dict[str, Any]) -> None:
+        for row in told["images"]:
+            row["coco_url"] = f"http://images.cocodataset.org/train2017/{row.pop('file_name')}"
+
+    write_coco(tmp_path, {"train": 2}, change)
+    source = opened(tmp_path)
+    assert [source.key(row) for row in (0, 1)] == [f"train2017/{row:012}.png" for row in (0, 1)]
+    assert source.read(1)["image"].shape == (3, 46, 50)
+
+
+def test_ids_without_a_gap_are_said_to_have_none(tmp_path: Path) -> None:
+    def change(told: dict[str, Any]) -> None:
+        told["categories"] = [row | {"id": number} for number, row in enumerate(told["categories"], 7)]
+        for row in told["annotations"]:
+            row["category_id"] = 10
+
+    write_coco(tmp_path, {"train": 1}, change)
+    with pytest.raises(SitusError, match=r"has the category 10, but the categories have the ids 7 to 9$"):
+        opened(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="Linux tells what a process has copied")
