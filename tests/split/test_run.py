@@ -393,6 +393,18 @@ def test_a_server_that_starts_anew_once_a_step_costs_no_patience(tmp_path, monke
     assert len(lost) == RunFolder.open(tmp_path / "split").newest().step == 3
 
 
+def test_a_training_goes_on_from_the_servers_step(tmp_path) -> None:
+    config = steps(3, save_every=1)
+    server = make_server(config, tmp_path / "server", device="cpu")
+    train_split(config, lambda m, _: server.answer("me", m), out=tmp_path / "split", device="cpu", quiet=True)
+    have = sorted(RunFolder.open(tmp_path / "split").steps())
+    assert have == [2, 3]
+    for limit in (0, 2, 3):
+        folder = SplitFolder.open(tmp_path / "split")
+        folder.limit = limit
+        assert (folder.start.step if folder.start else None) == (limit or None)
+
+
 def test_a_checkpoint_that_disappears_is_missed(tmp_path) -> None:
     folder = SplitFolder.create(tmp_path / "run", {})
     folder.limit = 3

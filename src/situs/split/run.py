@@ -68,7 +68,7 @@ class SplitFolder(RunFolder):
     @cached_property
     def start(self) -> Checkpoint | None:
         """The checkpoint of the server's step; step 0 has none."""
-        checkpoint = None if self.limit == 0 else self.latest(self.limit)
+        checkpoint = self.latest(self.limit)
         if checkpoint is None and self.limit:
             raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has disappeared")
         return checkpoint

@@ -162,6 +162,7 @@ def test_one_label_a_class_takes_class_means_by_a_fixed_rule(model: Path, tmp_pa
     data = {"train": (TRAIN[0][:3], MEMORY["train"][1][:3]), "test": MEMORY["test"]}
     result = situs.adapt(model, data=data, out=tmp_path / "out", **OPTIONS)
     assert [each.way for each in result.tried] == ["class means"] and "always chooses" in result.summary().sentence
+    assert load_run(tmp_path / "out").config.train.max_steps == 1  # a run has a step, though none was needed
     # by hand: the nearest of three images by the cosine of what the classifier is fed
     loaded = load_run(tmp_path / "out")
     head, inputs = head_of(loaded.method.backbone, 3), list[torch.Tensor]()
@@ -313,14 +314,17 @@ def test_a_run_that_cannot_be_exported_is_kept(
     assert load_run(tmp_path / "out").classes == CLASSES and not (tmp_path / "out" / "export").exists()
 
 
-def test_of_few_images_without_a_test_split_none_is_held_out(tmp_path: Path) -> None:
-    model = small_vit(SIDE, depth=1)
-    result = situs.adapt(model, data=(TRAIN[0][:2], MEMORY["train"][1][:2]), out=tmp_path / "out", **OPTIONS)
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_of_few_images_without_a_test_split_none_is_held_out(of_a_run: bool, model: Path, tmp_path: Path) -> None:
+    """A run whose own data was split chooses nothing for other data."""
+    source: Any = model if of_a_run else small_vit(SIDE, depth=1)
+    assert load_run(model).config.data.held_out == 0.2
+    result = situs.adapt(source, data=(TRAIN[0][:2], MEMORY["train"][1][:2]), out=tmp_path / "out", **OPTIONS)
     assert "The data has too few images to hold some out for testing, so the model was not tested." in result.remarks
     assert not any("were held out" in remark for remark in result.remarks)
     assert result.test is None and len(result.labels) == 2
     assert (result.figures(), result.details()) == ((), [])
-    many = situs.adapt(model, data=MEMORY["train"], out=tmp_path / "many", **{**OPTIONS, "minutes": 1e-6})
+    many = situs.adapt(source, data=MEMORY["train"], out=tmp_path / "many", **{**OPTIONS, "minutes": 1e-6})
     assert "The data has no test split, so 20 % of the samples were held out for testing." in many.remarks
     assert many.test is not None and many.test.count + len(many.labels) == 24 and many.figures() and many.details()
 

@@ -44,7 +44,7 @@ from situs.models.data import made_with
 from situs.models.export import export_model
 from situs.models.inference import evaluating
 from situs.models.open import open_model
-from situs.models.start import addressed_model
+from situs.models.start import addressed_model, finetune_source
 from situs.results import percent
 from situs.train import distributed
 from situs.train.assemble import RunConfig, Start, own_splits, resolve_config
@@ -205,11 +205,11 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     if data.modality.ids:
         hint = f"contains {data.modality.things}, but adapt takes only images and clips; use finetune instead"
         raise SitusError(f"{data.path}: {hint}", field="data")
-    if not config.data.held_out and not own_splits(data):
-        data = replace(data, held_out=HELD_OUT)
-        remarks.append(
-            f"The data has no test split, so {percent(HELD_OUT, 0)} of the samples were held out for testing."
-        )
+    share = config.data.held_out
+    if (not share or share == finetune_source(source).data.get("held_out")) and not own_splits(data):
+        share = share or HELD_OUT  # chosen by nobody here: the default, or what the model's own run held out
+        data = replace(data, held_out=share)
+        remarks.append(f"The data has no test split, so {percent(share, 0)} of the samples were held out for testing.")
     try:
         train, test = (open_source(data, split) for split in ("train", "test"))
     except SitusError as error:
@@ -259,10 +259,7 @@ def unlabelled_source(data: DataConfig, path: str | None) -> Source:
     """The images of the pretraining: of the training split and at `path`, never test images."""
     parts = [open_source(data, "train", labels=False)]
     if path is not None:
-        more = open_source(replace(data, path=path, held_out=0.0), labels=False)
-        if not len(more):
-            raise SitusError(f"{path}: holds no {data.modality.things}", field="unlabelled")
-        parts.append(more)
+        parts.append(open_source(replace(data, path=path, held_out=0.0), labels=False))
     return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", part) for part in parts])
 
 
