@@ -102,6 +102,7 @@ def test_the_maps_are_those_of_the_last_layer_or_of_the_stages() -> None:
     inputs = torch.randn(1, 3, 56, 84)
     backbone = method.backbone
     patches = backbone.encode(backbone.embed(inputs), backbone.positions()).patches
+    assert [level.block for level in method.levels] == [backbone.depth] and not len(method.norms)
     wanted = method.pyramid([patches.transpose(1, 2).unflatten(2, (4, 6))])
     torch.testing.assert_close(method.maps(inputs), wanted)
     assert [tuple(each.shape[2:]) for each in method.maps(inputs)] == [(16, 24), (8, 12), (4, 6), (2, 3), (1, 2)]

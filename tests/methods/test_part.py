@@ -175,3 +175,19 @@ def test_a_blind_head_explains_nothing_and_a_perfect_one_all() -> None:
 def test_what_it_cannot_do_is_one_sentence(create: Any, sentence: str) -> None:
     with pytest.raises(SitusError, match=sentence):
         create()
+
+
+@pytest.mark.parametrize(("size", "axes"), [((4, 24), 1), ((24, 4), 1), ((4, 8), 1), ((8, 12), 2)])
+@torch.no_grad()
+def test_the_error_is_that_of_offsets_alone_with_sizes_too(size: tuple[int, int], axes: int) -> None:
+    """Of a line, even of two patches, one number; the ratios of sizes come after them."""
+    method = make(size, scale=1.5)
+    output = method(batch(size), method.draw(batch(size), When(seed=2)))
+    answers, relations = output.extras["answers"], output.extras["relations"]
+    assert answers.shape[-1] == relations.shape[-1] == 2 * axes
+    square = (answers - relations)[..., :axes].square().mean()
+    assert float(output.metrics["offset_error"]) == pytest.approx(float(square.sqrt()), rel=1e-9)
+    explained = 1 - square / relations[..., :axes].square().mean()
+    assert float(output.metrics["explained"]) == pytest.approx(float(explained), rel=1e-9)
+    ratios = relations[..., axes:].abs()
+    assert 0 < float(ratios.max()) <= 2 * math.log(1.5) + 1e-6
