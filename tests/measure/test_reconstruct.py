@@ -35,7 +35,7 @@ from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.measured import Puzzle
 from situs.methods.mp3 import MP3, MP3Config
 from situs.models import Model
-from situs.pages.reconstruct import context_panel, mix_figure, page, placed_panel, unordered_panel, verdict_panel
+from situs.pages.reconstruct import _rows, context_panel, mix_figure, page, placed_panel, unordered_panel, verdict_panel
 from situs.results import Provenance
 
 GRID = (2, 3)
@@ -121,6 +121,19 @@ def test_hidden_and_wrong_places_of_figure_3() -> None:
     for place in (0, 4):
         assert torch.equal(patch(seen, place), patch(image, place))
     assert panel.outlined.nonzero()[0].tolist() == [4]
+
+
+def test_each_image_has_a_panel_for_each_setting_and_the_first_row_names_them() -> None:
+    images = batch(2).inputs
+    whole = Puzzle(torch.tensor([[4, 0, 2]] * 2), torch.tensor([[4, 0, 5], [4, 0, 2]]), 1, 1, GRID)
+    solved = {PuzzleRatios(0.5): whole, PuzzleRatios(0.75, 0.25): whole}
+    rows = list(_rows(images, solved, verdict_panel))
+    assert [image.title for image, _ in rows] == ["image", ""]
+    titles = [[panel.title for panel in panels] for _, panels in rows]
+    assert titles == [["η = 0.5: 50 %", "γ = 0.75: 50 %"], ["100 %", "100 %"]]
+    for (image, panels), own in zip(rows, images, strict=True):
+        assert torch.equal(torch.from_numpy(image.image), own)
+        assert len(panels) == 2
 
 
 def test_scores_weigh_every_guess_alike() -> None:

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.locks.attacks.images import at_places, shifted
-from situs.locks.attacks.samples import ENOUGH, Samples, Variety, distinct_samples, stability_of, varied_images
+from situs.locks.attacks.samples import (
+    DIRECTIONS,
+    ENOUGH,
+    STEADY,
+    Samples,
+    Variety,
+    distinct_samples,
+    stability_of,
+    varied_images,
+)
 from situs.locks.groups import residual_only
 
 
@@ -67,6 +76,28 @@ def test_a_copy_counts_once_mirrored_lighter_or_coarser() -> None:
     assert told.used == (0, 1)
     assert told.copies == ("2.png", "3.png", "4.png", "5.png") and not told.flat + told.noise
     assert seen(one.expand(24, -1, -1, -1)).used == (0,)
+    beside = seen(torch.stack([one, one, other, other.flip(-1)]))
+    assert (beside.used, beside.repeated) == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "directions", "stability", "said", "more"),
+    [
+        (ENOUGH, DIRECTIONS, STEADY, "", 0),
+        (ENOUGH, DIRECTIONS - 1, STEADY, f"the {ENOUGH} images vary in only {DIRECTIONS - 1} directions", 2 * ENOUGH),
+        (ENOUGH, 1, 1.0, f"the {ENOUGH} images vary in only 1 direction;", 2 * ENOUGH),
+        (ENOUGH, DIRECTIONS, STEADY - 1e-6, f"the two halves of the {ENOUGH} images do not show the same", 2 * ENOUGH),
+        (ENOUGH + 3, 7, 0.0, f"the {ENOUGH + 3} images vary in only 7 directions", 2 * ENOUGH + 6),
+        (ENOUGH - 1, 0, 0.0, f"there are only {ENOUGH - 1} varied images, but {ENOUGH} are needed", ENOUGH),
+        (1, 0, 0.0, f"there is only 1 varied image, but {ENOUGH} are needed", ENOUGH),
+    ],
+)
+def test_samples_are_enough_from_their_bounds_on(
+    count: int, directions: int, stability: float, said: str, more: int
+) -> None:
+    found = Variety(tuple(range(count))).doubt(directions, stability, 64)
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert not said or f"; give {more} photographs or more, all different and similar to the training" in found
 
 
 def test_values_that_no_training_had_are_said() -> None:
