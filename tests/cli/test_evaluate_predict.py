@@ -139,6 +139,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, names: list[str | None], classes: i
     [
         (["a", "b", "a"], 9, ["3 rows with a class: a 2, b 1"]),
         ([*"aabcde"], 9, ["6 rows with a class: a 2, b 1, c 1, d 1, e 1"]),
+        ([*"aabcdef"], 9, ["7 rows with a class: a 2, b 1, c 1, d 1, e 1, and 1 more class"]),
         ([*"aabcdefg"], 9, ["8 rows with a class: a 2, b 1, c 1, d 1, e 1, and 2 more classes"]),
         (["a", "a"], 9, ["2 rows with a class: a 2", "every row has the same class, a"]),
         (["a", "a"], 1, ["2 rows with a class: a 2"]),  # there is no other

@@ -77,7 +77,7 @@ class Predict(ModelArgs):
         predictions.write(self.out)
         rows, broken, counts = predictions.rows, predictions.broken, predictions.counts
         few = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:5])
-        more = f", and {len(counts) - 5:,} more classes" if len(counts) > 5 else ""
+        more = f", and {counted(len(counts) - 5, 'more classes')}" if len(counts) > 5 else ""
         lines = [f"{self.out}: {counted(len(rows) - len(broken), 'rows')} with a class: {few}{more}"]
         if broken:
             names = ", ".join(broken[:3]) + ", …" * (len(broken) > 3)
