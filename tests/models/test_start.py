@@ -17,7 +17,7 @@ from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.models.open import open_model
-from situs.models.start import initialise
+from situs.models.start import adopted, initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.export import ModelProvenance, write_export
 
@@ -231,6 +231,38 @@ def test_a_published_file_for_another_size_has_its_table_resampled(tmp_path: Pat
     rest = own_names(target) - {"pos_embed"}
     state = source.model.state_dict()
     assert all(torch.equal(target.model.state_dict()[name], state[name]) for name in rest)
+
+
+def test_a_name_with_a_file_and_a_module_of_a_file_give_their_weights(tmp_path: Path) -> None:
+    source = vit(0, num_classes=3)
+    torch.save(source.model.state_dict(), tmp_path / "w.pth")
+    (tmp_path / "own.py").write_text(
+        "import timm, torch\n\n\ndef net():\n"
+        "    shape = dict(img_size=12, patch_size=4, depth=2, embed_dim=16, num_heads=2, num_classes=3)\n"
+        "    made = timm.create_model('vit_tiny_patch16_224', **shape)\n"
+        f"    made.load_state_dict(torch.load({str(tmp_path / 'w.pth')!r}))\n    return made\n"
+    )
+    for given in (f"vit_tiny_patch16_224={tmp_path / 'w.pth'}", f"{tmp_path / 'own.py'}:net"):
+        target = vit(1, num_classes=3)
+        _, said = put(target, given)
+        assert said == [f"started from {given}: {len(own_names(target))} tensors"]
+        state = source.model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in target.model.state_dict().items())
+    for weights_alone in (tmp_path / "w.pth", f"{tmp_path / 'own.py'}:net", "no_such_model", f"{tmp_path / 'none'}"):
+        assert adopted(str(weights_alone)) == {}
+    assert adopted(f"vit_tiny_patch16_224={tmp_path / 'w.pth'}")["backbone"]["name"] == "vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(("lost", "more"), [(5, ""), (6, ""), (7, " …")])
+def test_six_of_the_tensors_that_stay_new_are_named(lost: int, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = vit(1, num_classes=3)
+    state = dict(vit(0, num_classes=3).model.state_dict())
+    names = sorted(state)[:lost]
+    monkeypatch.setattr("situs.models.start.MAY_BE_NEW", tuple(names))
+    monkeypatch.setattr("situs.models.start._read", lambda *_: ({n: v for n, v in state.items() if n not in names}, {}))
+    said = initialise(target, "x")
+    assert said[0] == f"started from x: {len(state) - lost} tensors"
+    assert said[1] == f"left as initialised: {', '.join(names[:6])}{more}"
 
 
 def test_mean_pooling_takes_a_new_norm(tmp_path: Path) -> None:

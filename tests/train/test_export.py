@@ -293,6 +293,28 @@ def test_sentences_are_padded_as_transformers_must_know(
     assert json.loads((tmp_path / "x" / "config.json").read_text())["pad_token_id"] == exported
 
 
+@pytest.mark.parametrize("pair", [None, "second"])
+def test_a_tokeniser_of_pairs_gives_which_sentence_an_id_is_of(pair: str | None, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "made", "bert", width=8)
+    prepared = Preparation(DataConfig(kind="text", text=TextConfig(tokeniser=str(folder), pair=pair)))
+    made = small_method("supervised", create_backbone(folder, num_classes=3), 3)
+    write_export(made, tmp_path / "x", ModelProvenance("supervised", prepared=prepared))
+    before, after = (json.loads((place / "tokenizer_config.json").read_text()) for place in (folder, tmp_path / "x"))
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pair else {}
+    assert after == before | names
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_an_export_says_what_it_never_learned_and_anybody_may_read_it(share: float, tmp_path: Path) -> None:
+    recipe = {"data": {"held_out": share}}
+    write_export(make("table"), tmp_path / "x", ModelProvenance("supervised", recipe=recipe))
+    situs = json.loads((tmp_path / "x" / "config.json").read_text())["situs"]
+    assert situs.get("held_out") == (share or None) and "settings" not in situs
+    assert (situs["method"], situs["positions"]) == ("supervised", True)
+    assert (tmp_path / "x" / WEIGHTS).stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     recipe = {"data": {"path": str(tmp_path / "sets" / "cifar100"), "size": [16, 24]}, "train": {"epochs": 3}}
     data = str(tmp_path / "sets" / "cifar100")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_method, small_vit
 
 import situs
 from situs.errors import SitusError
@@ -14,7 +15,7 @@ from situs.models import open_model
 from situs.models.start import initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.run import load_run
-from situs.train.tuning import TuningConfig, check_start
+from situs.train.tuning import TuningConfig, check_start, freeze
 
 SMALL = {"name": "vit_tiny_patch16_224", "patch_size": 14, "model_args": {"depth": 2, "embed_dim": 16, "num_heads": 2}}
 IMAGES = {"path": "samples", "img_size": 28, "channels": 1, "count": 64}
@@ -38,6 +39,27 @@ def tune(base: Path, out: Path, train: str, steps: int = 4, tuning: dict[str, An
 
 def weights(run: Path, kind: str = "model") -> dict[str, torch.Tensor]:
     return RunFolder.open(run, writer=False).newest().tensors(kind)
+
+
+def test_a_head_that_is_not_known_cannot_be_trained_alone() -> None:
+    method = small_method("mp3", small_vit(num_classes=0))
+    for parts in ("head", "lora"):
+        with pytest.raises(
+            SitusError, match=rf"^tuning\.parts='{parts}': must be all, because the head of .* is not kno"
+        ):
+            freeze(method, TuningConfig(parts=parts), new_positions=False)
+    freeze(method, TuningConfig(), new_positions=False)
+    assert all(weight.requires_grad for weight in method.parameters())
+    with pytest.raises(SitusError, match="targets='': must be one or more names of layers"):
+        TuningConfig(targets=())
+
+
+@pytest.mark.parametrize(("new", "trained"), [(True, {"pos_embed"}), (False, set())])
+def test_new_positions_are_trained_beside_the_head(new: bool, trained: set[str]) -> None:
+    method = small_method("supervised", small_vit(num_classes=3))
+    freeze(method, TuningConfig(parts="head"), new_positions=new)
+    names = {name for name, weight in method.backbone.model.named_parameters() if weight.requires_grad}
+    assert names == {"head.weight", "head.bias"} | trained
 
 
 @pytest.mark.parametrize("train", ["head", "lora"])
