@@ -260,6 +260,30 @@ def test_classes_of_data_are_those_of_the_classifier(
             check_classes(model, loader, multi_label=True)
 
 
+def test_sentences_are_refused_for_a_model_of_images(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "reviews.csv").write_text("sentence,label\na good film,1\na bad film,0\n")
+    with pytest.raises(SitusError, match=r"reviews\.csv: holds sentences, and mp3 takes images$") as error:
+        load_set(open_model(run), tmp_path / "reviews.csv")
+    assert error.value.field == "data"
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ("a", "c"), ("b", "a"), None])
+def test_a_bank_and_what_is_asked_of_it_have_the_same_classes(
+    classes: tuple[str, ...] | None, flat: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: Any, split: str, **__: Any) -> Any:
+        found = ("a", "b") if split == "train" else classes
+        return SimpleNamespace(classes=found, source=SimpleNamespace(name=f"flat ({split})", notes=[]))
+
+    monkeypatch.setattr("situs.models.data.load_set", loaded)
+    if classes == ("a", "b"):
+        bank, test = load_bank(open_model(run), flat)
+        assert (bank.source.name, test.source.name) == ("flat (train)", "flat (val)")
+    else:
+        with pytest.raises(SitusError, match=r"^flat \(val\): its classes differ from those of the training split$"):
+            load_bank(open_model(run), flat)
+
+
 def test_an_unknown_option_is_one_sentence(flat: Path, run: Path) -> None:
     with pytest.raises(SitusError, match=r"unknown option 'device'; choose one of: .*count.*split"):
         load_set(open_model(run), flat, device="cpu")  # pyright: ignore[reportCallIssue]
