@@ -83,6 +83,46 @@ def test_a_client_that_empties_the_message_is_attacked_all_the_same() -> None:
 
 
 @pytest.mark.usefixtures("as_flower")
+def test_each_upload_is_looked_at_with_its_number_and_with_the_images_of_its_own_step() -> None:
+    mod, context = GuardMod(build), SimpleNamespace(state={}, node_id=7)
+    seen: list[Any] = []
+
+    class Guard:
+        act = "stop"
+
+        def look(self, number: int, before: Any, upload: Any, *, images: Any, of: str) -> Any:
+            seen.append((number, sorted(before) == sorted(upload), images, of))
+            return (None, "below", "above")[number] if number < 3 else None
+
+        def withholds(self, look: str) -> bool:
+            return look == "above"
+
+    mod.guard = Guard()  # pyright: ignore[reportAttributeAccessIssue]
+    images = torch.ones(2, 3, 8, 8, requires_grad=True)
+    before, after = step(build())
+    sent = []
+    for number in range(3):
+        reply = message_of("train.my_step", after)
+
+        def train(*_: Any, number: int = number, reply: Any = reply) -> Any:
+            if number == 1:
+                mod.saw(images)
+            return reply
+
+        sent.append(mod(message_of("train.my_step", before), context, train) is reply)
+    assert sent == [True, True, False]
+    assert [(number, whole, of) for number, whole, _, of in seen] == [(n, True, "node 7") for n in range(3)]
+    shown = [each for _, _, each, _ in seen]
+    assert shown[0] is None and shown[2] is None  # those of another step prove nothing
+    assert torch.equal(shown[1], images) and not shown[1].requires_grad
+    failed = SimpleNamespace(has_error=lambda: True)
+    assert mod(message_of("train", before), context, lambda *_: failed) is failed
+    empty = message_of("train", None)
+    assert mod(message_of("train", before), context, lambda *_: empty) is empty
+    assert len(seen) == 3 and context.state[KEPT] == {"uploads": 4}
+
+
+@pytest.mark.usefixtures("as_flower")
 def test_two_records_of_the_same_names_are_an_error_unless_it_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     context, lines = SimpleNamespace(state={}, node_id=7), list[str]()
     monkeypatch.setattr(logging.getLogger("situs.engines"), "warning", lambda text, *of: lines.append(text % of))
