@@ -20,6 +20,11 @@ from situs.core.position import (
 from situs.errors import SitusError
 
 
+@pytest.mark.parametrize("grid", [(1,), (1, 1), (1, 1, 1)])
+def test_a_single_place_is_the_first(grid: tuple[int, ...]) -> None:
+    assert sincos(grid, 8).tolist() == [[0.0] * 4 + [1.0] * 4]
+
+
 def test_sincos_1d_is_the_formula() -> None:
     table = sincos((11,), 8)
     for place in range(11):

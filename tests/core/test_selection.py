@@ -83,6 +83,8 @@ def test_hints_are_as_many_as_asked_for() -> None:
     assert torch.allclose(told.double().mean(dim=0), torch.full((8,), 0.25, dtype=torch.float64), atol=0.08)
     among = Selection(order, torch.full((500, 1), 4)).some(noise, 0.5)
     assert among[:, :4].sum(dim=1).tolist() == [2] * 500 and not among[:, 4:].any()
+    least = Selection(order, torch.full((500, 1), 4)).some(noise, 0.1)
+    assert least[:, :4].sum(dim=1).tolist() == [1] * 500 and not least[:, 4:].any()
 
 
 @pytest.mark.parametrize("special", [0, 1])
