@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,3 +127,24 @@ P = torch.tensor([1, 0])
 def test_what_does_not_fit_is_refused_in_a_sentence(call, words: str):
     with pytest.raises(SitusError, match=words):
         call()
+
+
+CALLS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
+    "invert": ("p", invert),
+    "rows": ("p", lambda p: permute_rows(torch.zeros(2, 3, 3), p)),
+    "columns": ("p", lambda p: permute_columns(torch.zeros(2, 3, 3), p)),
+    "first": ("first", lambda p: compose(p, identity(3))),
+    "then": ("then", lambda p: compose(identity(3), p)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_index_of_another_kind_is_refused_by_its_name(call: str) -> None:
+    name, run = CALLS[call]
+    run(identity(3))
+    for wrong, words in (
+        (identity(3).int(), r"torch.int32 of shape \(3,\)"),
+        (identity(3).view(1, 1, 3), r"\(1, 1, 3\)"),
+    ):
+        with pytest.raises(SitusError, match=f"^{name} is .*{words}: a permutation must be torch.int64 of shape "):
+            run(wrong)

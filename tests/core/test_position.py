@@ -12,12 +12,19 @@ from situs.core.position import (
     PairBias,
     Positions,
     coordinates,
+    distances,
     relative_index,
     resample_table,
     sincos,
     smoothed_targets,
 )
 from situs.errors import SitusError
+
+
+@pytest.mark.parametrize("grid", [(5,), (3, 4), (2, 3, 2)])
+def test_distances_are_euclidean(grid: tuple[int, ...]) -> None:
+    places = list(product(*map(range, grid)))
+    assert distances(grid).tolist() == [[pytest.approx(math.dist(one, other)) for other in places] for one in places]
 
 
 @pytest.mark.parametrize("grid", [(1,), (1, 1), (1, 1, 1)])
