@@ -457,8 +457,18 @@ def test_other_data_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:
     train(tmp_path / "run", hooks=[StopAt(3)])
-    with pytest.raises(SitusError, match=r"model\.safetensors does not fit the run: backbone\.model\.blocks\.2\."):
-        train(tmp_path / "run", method=toy(depth=3))
+    whole = r"^step-00000003/model\.safetensors does not fit the run: backbone\.model\."
+    for shape, said in (
+        ({"depth": 3}, rf"{whole}blocks\.2\.\S+ is not in the file$"),
+        ({"depth": 1}, rf"{whole}blocks\.1\.\S+ is in the file but not in the model$"),
+        ({"classes": 4}, r"does not fit the run: tied has the shape \[3, 8\] instead of \[4, 8\]$"),
+    ):
+        with pytest.raises(SitusError, match=said):
+            train(tmp_path / "run", method=toy(**shape))
+    frozen = toy(drop_path=0.3)
+    frozen.backbone.model.pos_embed.requires_grad_(False)
+    with pytest.raises(SitusError, match=r"pos_embed is in the file, but the run does not train it$"):
+        train(tmp_path / "run", method=frozen)
 
 
 def test_steps_end_a_run_and_the_schedule_with_it(tmp_path: Path) -> None:
