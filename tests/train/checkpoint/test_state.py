@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from situs.train.checkpoint.state import generators, set_generators
+from situs.train.checkpoint.state import generators, seed_generators, set_generators
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu"])
@@ -34,3 +34,19 @@ def test_a_file_of_another_device_restores_the_cpu_alone(kind: str) -> None:
     numbers = torch.rand(3)
     set_generators(saved, torch.device(kind))
     assert torch.equal(torch.rand(3), numbers)
+
+
+def test_seeds_steps_and_ranks_have_generators_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_rng_state(), set[int]()
+    try:
+        for seed in (0, 1, 2, 2**62):
+            for step in (0, 1, 2, 1000):
+                for rank in (0, 1, 7):
+                    monkeypatch.setattr("situs.train.checkpoint.state.distributed.rank", lambda rank=rank: rank)
+                    seed_generators(seed, step)
+                    seen.add(torch.initial_seed())
+        assert len(seen) == 4 * 4 * 3 and all(0 <= seed < 2**63 for seed in seen)
+        seed_generators(1, 0)
+        assert torch.initial_seed() == (1_000_003 * 65_537) + 7  # as in runs of earlier versions
+    finally:
+        torch.set_rng_state(before)

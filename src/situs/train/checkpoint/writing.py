@@ -64,7 +64,6 @@ class Snapshot:
                 self.files[title] = parts
             if boxes:
                 self.boxes[title] = boxes
-        self.sharded = bool(self.boxes)
         self.gpu: torch.device | None = None
         self._events: list[Any] = []
         self._copy(spare)
