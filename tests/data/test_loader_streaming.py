@@ -15,7 +15,7 @@ from torch import Tensor
 from situs.data import loader as streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.loader import Loader, WorkerStream, _read, _Task
+from situs.data.loader import Loader, WorkerStream, _read, _Task, make_loader
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.pipeline import Pipeline, WorkerBatch
@@ -213,3 +213,18 @@ def test_crops_that_the_device_resizes_are_those_of_workers_in_blocks_too() -> N
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.targets["label"], other.targets["label"])
         torch.testing.assert_close(one.inputs, other.inputs, rtol=0, atol=1e-6)
+
+
+def test_the_log_says_how_a_set_in_blocks_is_shuffled() -> None:
+    source = Blocked(torch.zeros(48, 3, 8, 8, dtype=torch.uint8), None, None)
+    config = DataConfig(img_size=8, batch=12, workers=0, resident="never", window_gib=2.0**-12)  # a quarter of it
+    told = {order: make_loader(replace(config, order=order), CROP, source=source) for order in ("auto", "exact")}
+    blocks = ", shuffled in blocks: 3 of 12 rows at a time (0.00024 GiB)"
+    assert told["auto"].order == f"{blocks}, because the set is too large for a fully random order"
+    assert told["exact"].order == (", shuffled exactly; slow, because a whole row is read for each sample (12 rows)")
+    assert told["exact"].mark == "48 samples in any order" and told["auto"].mark.startswith("48 samples in blocks (")
+    judged = make_loader(config, None, source=source)
+    assert (judged.order, judged.mark) == ("", "48 samples in any order")
+    drawn = make_loader(config, CROP, source=source, step_sampler=lambda step, n, batch: torch.arange(step, n, 4))
+    assert (drawn.order, drawn.mark) == ("", "48 samples, each step by chance")
+    assert [sorted(batch.ids.tolist()) for batch in drawn.iterate(0)] == [[*range(step, 48, 4)] for step in range(4)]
