@@ -139,6 +139,23 @@ def test_what_cannot_be_held_is_refused(folder, tmp_path):
         load(open_source(tmp_path / "none"))
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (2**30, "3.00 GiB of memory, but the limit is 1.00 GiB"),
+        (2**30 - 1, "3,221,225,472 bytes of memory, but the limit is 1,073,741,823 bytes"),
+    ],
+)
+def test_much_memory_is_told_in_gib(limit, said):
+    side = 2**15
+    huge = TensorSource(torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(3, 1, side, side), None, None)  # of one byte
+    with pytest.raises(SitusError) as caught:
+        load(huge, (side, side), limit)
+    advice = "raise the limit (resident_gib), or stream the data (resident=never)"
+    assert str(caught.value) == f"tensors: 3 images need {said}; {advice}"
+    assert caught.value.fields == ("resident_gib", "resident")
+
+
 def test_deep_images_stay_deep(tmp_path):
     deep = np.array([[0, 1], [2, 65535]], dtype=np.uint16)
     for number in range(2):
