@@ -127,6 +127,36 @@ def test_images_in_memory_are_surveyed_as_files_are() -> None:
         assert rows[1][column] == rows[3][column] and len({*rows[column].tolist()}) == 4
 
 
+def test_what_is_just_within_a_limit_is_no_issue(tmp_path: Path) -> None:
+    """Of 20 pixels as the usual shorter side; 10,000 pixels are the most."""
+    for number in range(9):
+        write(tmp_path / f"{number}.png", encoded(noise(number)))
+    sides = {"long": (10, 40), "longer": (10, 41), "small": (5, 19), "smaller": (4, 15), "large": (100, 100)}
+    for number, (name, (height, width)) in enumerate((sides | {"larger": (100, 101)}).items(), 20):
+        write(tmp_path / f"{name}.png", encoded(noise(number, height, width)))
+        write(tmp_path / f"{name}-turned.png", encoded(noise(number + 20, width, height)))
+    found = check(tmp_path, huge_mpx=0.01, workers=0)
+    assert [each.name for each in found.issues["odd"]] == [
+        *("longer-turned.png", "longer.png", "smaller-turned.png", "smaller.png")
+    ]
+    assert [each.name for each in found.issues["huge"]] == ["larger-turned.png", "larger.png"]
+    assert found.sizes == {
+        f"{word}_{side}": number
+        for word, number in (("least", 4), ("most", 101), ("median", 20))
+        for side in ("height", "width")
+    } | {"median_width": 24}
+    assert found.summary().notes[-1] == "height × width from 4 × 4 to 101 × 101, median 20 × 24"
+
+
+@pytest.mark.parametrize(("grey", "colour", "issues"), [(1, 1, 0), (2, 2, 0), (1, 2, 1), (2, 3, 2), (2, 1, 0)])
+def test_grey_images_are_odd_where_they_are_less_than_half(tmp_path: Path, grey: int, colour: int, issues: int) -> None:
+    for number in range(grey + colour):
+        picture = noise(number)
+        write(tmp_path / f"{number}.png", encoded(picture.convert("L") if number < grey else picture))
+    write(tmp_path / "torn.png", encoded(noise(9).convert("L"))[:60])  # which counts for neither
+    assert check(tmp_path, workers=0).counts["grey"] == issues
+
+
 @pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
     out = tmp_path / "out"
