@@ -73,6 +73,8 @@ def test_a_module_and_the_same_as_an_open_model() -> None:
     [
         ({"attacks": []}, ("attacks",)),
         ({"attacks": ["magic"]}, ("attacks",)),
+        ({"attacks": ["crafted"]}, ("attacks", "server")),
+        ({"attacks": ["patchembed", "crafted-head"], "defences": ["none"]}, ("attacks", "server")),
         ({"defences": []}, ("defences",)),
         ({"defences": ["fog"]}, ("defences",)),
         ({"count": 0}, ("count",)),

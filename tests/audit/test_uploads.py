@@ -119,6 +119,15 @@ def test_inferred_labels_are_told_of_each_image_and_never_called_right(sent: Sen
     assert audit.ruling.status == NOT_JUDGED
 
 
+@pytest.mark.parametrize("attacks", [["crafted"], ["patchembed", "crafted-lora"]])
+def test_an_attack_that_chooses_the_weights_does_not_take_uploads_of_others(sent: Sent, attacks: list[str]) -> None:
+    with pytest.raises(
+        SitusError, match=f"attacks={attacks[-1]}: this attack needs a server that chooses the"
+    ) as caught:
+        audited(sent, sent.gradients, attacks=attacks)
+    assert caught.value.fields == ("attacks", "server")
+
+
 def test_without_references_nothing_passes(sent: Sent) -> None:
     """Noise that hides everything, stated or not, and gradients of another model: inconclusive."""
     chance = torch.Generator().manual_seed(2)

@@ -136,6 +136,18 @@ def test_time_and_ctrl_c_leave_the_best_so_far() -> None:
     assert float(found.loss) < 4
 
 
+def test_ctrl_c_before_the_first_guess_is_raised() -> None:
+    """The start is noise and no guess: kept, it would count as an image that an attack could not read."""
+    deadline, start = Deadline(), torch.ones(1, 1, 1, 2, 2)
+
+    def interrupted(_: Tensor) -> tuple[Tensor, Tensor]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimise(interrupted, start, MatchingConfig(), deadline, "x")
+    assert deadline.interrupted
+
+
 def test_lines_of_progress() -> None:
     said: list[str] = []
     optimise(

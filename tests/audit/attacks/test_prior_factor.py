@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from situs.audit.attacks.base import Knowledge
 from situs.audit.attacks.prior import (
     Gradient,
     ImagePrior,
     Layer,
     Sent,
+    _sigma,
     best_gradient,
     best_image,
     climb,
     image_prior,
     turned,
 )
+from situs.audit.defences import Noise, Step
+from situs.audit.stem import Stem
 from situs.core.tokens import patchify, unpatchify
 
 SHAPE, PATCH, GRID = (2, 6, 6), (3, 2), (2, 3)
@@ -145,3 +150,18 @@ def test_what_the_layer_adds_is_no_part_of_the_image() -> None:
     found = prior.mean + best_image(quiet, known, wide, LAYER, close=1e-14)[0]
     again = (LAYER.along(found[None]) + LAYER.centre)[0]
     assert torch.allclose(gradient.T @ again, quiet.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "columns", "patches"), [(64, 48, 16), (64, 24, 16), (24, 64, 16), (64, 23, 16)])
+@pytest.mark.parametrize(("stated", "real"), [(1e-2, 1e-2), (1e-2, 1e-3), (1e-2, 3e-2), (1e-2, 1.1e-2)])
+def test_the_stated_noise_is_believed_only_as_far_as_the_gradient_bears_it_out(
+    rows: int, columns: int, patches: int, stated: float, real: float
+) -> None:
+    """The directions beyond those of the patches hold noise alone: fewer than eight of them say too little."""
+    chance = torch.Generator().manual_seed(0)
+    made = torch.randn(rows, patches, generator=chance) @ torch.randn(patches, columns, generator=chance)
+    weight = made + real * torch.randn(rows, columns, generator=chance)
+    stem, table = Stem("w", None, "t", 0, (1, 1)), torch.randn(patches, rows, generator=chance)
+    found = _sigma(weight.double(), patches, {"w": weight, "t": table}, stem, Knowledge(Noise(stated), Step()))
+    believed = min(rows, columns) - patches < 8 or 1 / 1.25 < real / stated < 1.25
+    assert found == pytest.approx(stated if believed else real, rel=1e-3 if believed else 0.15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -167,6 +168,13 @@ def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
         assert (found.status, why in found.reason) == ("refused", True), name
     one.labels = None
     assert tried(one, "labels", "none").reason == "the images have no labels"
+
+
+def test_a_grid_that_is_not_square_has_no_layout(held: Stage) -> None:
+    wide = copy(held)
+    wide.grid = (2, 8)
+    found = tried(wide, "no-embedding", "none", "rows")
+    assert found.status == "refused" and "needs a square grid, but the grid is 2 × 8" in found.reason
 
 
 def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> None:

@@ -9,7 +9,9 @@ import pytest
 from tiny_texts import write_folder
 
 from situs.audit.deadline import Deadline
-from situs.audit.text.audit import SENT, WITHHELD, audit_texts, first_lines
+from situs.audit.text.audit import SENT, WITHHELD, _joined, audit_texts, first_lines
+from situs.audit.text.recovered import UNNAMED, Recovered
+from situs.audit.text.rows import Matched
 from situs.audit.text.victim import text_gradients
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED
@@ -157,3 +159,40 @@ def test_a_sentence_that_is_cut_is_said(llama: Path, tmp_path: Path) -> None:
     assert audit.notes["length"].startswith("1 sentence fills the model's 16 tokens")
     file.write_text("w1 w2 w3\n")
     assert "length" not in audit_texts(llama, file, count=1, deadline=Deadline(seconds=1e-6)).notes
+
+
+PLACED = ((7, 0, 0.9), (9, 2, 0.8))
+"""Two words of three places."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "sentences", "partial", "said"),
+    [
+        (Matched(PLACED, frozenset({7, 9, 11}), 0.1, 3, True), 1, ((7, UNNAMED, 9),), None, "1 of 3 positions have no"),
+        (
+            Matched(PLACED, noise=0.1, length=3, tables=True, cut=True),
+            1,
+            ((7, UNNAMED, 9),),
+            "2 words matched",
+            "1 of 3",
+        ),
+        (Matched(PLACED, noise=0.1, length=3, tables=True), 2, (), None, "did not test which words belong to the same"),
+        (
+            Matched(noise=0.125, tables=True),
+            1,
+            (),
+            None,
+            "no row of a word matches the row of a position: the noise of",
+        ),
+        (Matched(), 1, (), None, "the gradient of places is not sent, so there are no rows that give the positions"),
+    ],
+)
+def test_what_rows_tell_is_added_to_what_the_spans_tell(
+    rows: Matched, batch: int, sentences: Any, partial: str | None, said: str
+) -> None:
+    found = _joined(Recovered(frozenset({3})), rows, batch, "places")
+    assert found.words == {3} | rows.words | {word for word, *_ in rows.tokens} and found.sentences == sentences
+    assert said in str(found.reason)
+    assert (found.partial is None) is (partial is None) and str(partial or "") in str(found.partial)
+    assert _joined(Recovered(partial="a half"), rows, batch, None).partial == "a half"
+    assert found.facts["matched"] == len(rows.tokens) and found.facts["noise_of_rows"] == rows.noise

@@ -27,6 +27,7 @@ from situs.audit.attacks.tokens.search import (
     _distinct,
     _polished,
     _starts,
+    _with,
     find_roots,
     shared_places,
 )
@@ -171,6 +172,20 @@ def test_ends_near_a_token_that_was_found_are_not_polished_again() -> None:
     roots = Roots(torch.tensor([2]), Tokens(m[:1], m[:1], m[:1], m[:1]), m[:1, 0], torch.full((4,), 2))
     ends = torch.cat([m[:1] + 1e-4, m[1:2], m[1:2] + 1e-4, m[:1]])
     assert _distinct(torch.tensor([2, 2, 2, 3]), ends, roots).tolist() == [1, 3]
+
+
+@torch.no_grad()
+def test_ends_that_fit_are_taken_once_each_the_best_first_and_no_more_than_a_place_has() -> None:
+    m = torch.eye(6, dtype=torch.float64)
+    none = Tokens(m[:0], m[:0], m[:0], m[:0])
+    roots = Roots(torch.zeros(0, dtype=torch.long), none, m[:0, 0], torch.tensor([2, 1]))
+    ends = torch.cat([m[:1], m[:1] * (1 + 1e-5), m[1:2], m[2:3], m[3:4], m[4:5]])
+    places, fit = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0.5, 0.4, 0.6, 0.7, SOLVED, SOLVED + 0.01])
+    found = _with(roots, places, Candidates(Tokens(ends, ends, ends, ends), fit.double()))
+    assert found.place.tolist() == [0, 0, 1] and found.fit.tolist() == pytest.approx([0.4, 0.6, SOLVED])
+    assert torch.equal(found.tokens.m, ends[[1, 2, 4]]) and found.lacking.tolist() == [0, 0]
+    again = _with(found, places, Candidates(Tokens(ends, ends, ends, ends), fit.double()))
+    assert len(again.place) == 3
 
 
 @pytest.mark.thin(2)
