@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from situs.errors import SitusError
-from situs.train.private import DpConfig, Spent, epsilon_of, noise_for
+from situs.progress import notes_to
+from situs.train.private import KEY_FILE, DpConfig, Ledger, Private, Spent, epsilon_of, noise_for
 
 
 def exact(noise: float, steps: int, delta: float) -> float:
@@ -57,3 +61,61 @@ def test_one_of_epsilon_and_noise_turns_it_on_and_both_are_refused() -> None:
         assert DpConfig(noise=1.0, **settings).on
     assert "ε = 8 at δ = 1e-05 after 100 steps" in str(Spent(8.0, 1e-5, 1.1, 1.0, 100))
     assert "not known here" in str(Spent(None, 1e-5, 1.1, 1.0, 100))
+
+
+@pytest.mark.parametrize(
+    ("total", "per_epoch", "logged"),
+    [(7, 3, [1, 3, 6, 7]), (6, 3, [1, 3, 6]), (3, 1, [1, 2, 3]), (1, 1, [1]), (4, 9, [1, 4])],
+)
+def test_epsilon_is_logged_once_at_the_first_step_each_epoch_and_the_last(
+    total: int, per_epoch: int, logged: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("situs.train.private.epsilon_of", lambda *given: given)
+    ledger, seen = Ledger(1.5, 0.25, 1e-5), list[dict[str, Any]]()
+    for step in range(1, total + 1):
+        state: Any = SimpleNamespace(step=step, total=total, log=seen.append)
+        ledger.after_step(state)
+        if step % per_epoch == 0:
+            ledger.after_epoch(state)
+    assert [each["epsilon"] for each in seen] == [(1.5, 0.25, step, 1e-5) for step in logged]
+    assert all((each["noise_multiplier"], each["sampling_rate"]) == (1.5, 0.25) for each in seen)
+
+
+@pytest.mark.parametrize(("resumed", "kept", "told"), [(False, False, False), (True, True, False), (True, False, True)])
+def test_a_secret_that_was_lost_is_told(
+    resumed: bool, kept: bool, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Private, "plan", lambda *_: (1.5, 0.25, "what is spent"))
+    if kept:
+        (tmp_path / KEY_FILE).write_bytes(bytes(range(32)))
+    run: Any = SimpleNamespace(path=tmp_path, resumed=resumed, start=None)
+    loader: Any = SimpleNamespace(global_batch=8)
+    method: Any = None
+    private, notes = Private(DpConfig(noise=1.5, clip=2.0)), list[str]()
+    with notes_to(notes.append):
+        stepper: Any
+        stepper, ledger = private.open(run, method, loader, 5)
+    lost = "the file with the secret seed of the noise (dp.secret) is missing, so the run continues with a new seed"
+    assert notes == [lost] * told + ["what is spent"]
+    assert ledger == Ledger(1.5, 0.25, 1e-5) and private.secret is not None
+    assert (private.secret.value == bytes(range(32))) == kept and (tmp_path / KEY_FILE).stat().st_size == 32
+    mechanism = stepper.keywords["mechanism"]
+    assert (mechanism.noise, mechanism.clip, mechanism.batch) == (1.5, 2.0, 8)
+
+
+@pytest.mark.parametrize(("before", "total", "same"), [(5, 5, True), (5, 6, False), (1, 5, False)])
+def test_a_run_whose_noise_was_set_for_its_length_keeps_it(
+    before: int, total: int, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Private, "plan", lambda *_: (1.5, 0.25, "what is spent"))
+    run: Any = SimpleNamespace(path=tmp_path, resumed=True, start=SimpleNamespace(state={"total_steps": before}))
+    parts: tuple[Any, Any] = (None, SimpleNamespace(global_batch=8))
+    with notes_to(lambda _: None):
+        Private(DpConfig(noise=1.5)).open(run, *parts, total)  # a noise of its own is for any length
+        if same:
+            Private(DpConfig(epsilon=3.0)).open(run, *parts, total)
+        else:
+            steps = "1 step" if before == 1 else f"{before} steps"
+            said = rf"^dp\.epsilon=3: the noise was set for {steps}, so the run cannot have {total} steps$"
+            with pytest.raises(SitusError, match=said):
+                Private(DpConfig(epsilon=3.0)).open(run, *parts, total)
