@@ -107,18 +107,23 @@ def kept() -> list[StudyResult]:
 
 
 @pytest.fixture(scope="module")
-def peace(tmp_path_factory: pytest.TempPathFactory, kept: list[StudyResult]) -> StudyResult:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `peace` is run."""
+    return tmp_path_factory.mktemp("peace")
+
+
+@pytest.fixture(scope="module")
+def peace(place: Path, kept: list[StudyResult]) -> StudyResult:
     """What comes of the study where nothing disturbs it."""
-    place = tmp_path_factory.mktemp("peace")
     (place / "mine.toml").write_text(STUDY)
     return run(place / "mine.toml", place / "out", keep=kept.append)
 
 
 @pytest.fixture
-def finished(peace: StudyResult, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+def finished(peace: StudyResult, place: Path, tmp_path: Path) -> Path:
     """A folder in which `study` has been run with two seeds."""
     assert peace.tasks
-    return shutil.copytree(tmp_path_factory.getbasetemp() / "peace0" / "out", tmp_path / "out")
+    return shutil.copytree(place / "out", tmp_path / "out")
 
 
 def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace: StudyResult) -> None:
