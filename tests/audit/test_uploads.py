@@ -17,8 +17,10 @@ from torch import Tensor
 import situs
 from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.cases import CERTIFIED, EXACT, certified_psnr
+from situs.audit.client import victim_gradients
 from situs.audit.scores import denormalise
 from situs.audit.uploads import UploadAudit
+from situs.audit.victim import load_test_set
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED
@@ -194,6 +196,16 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     assert "No image was recovered" not in page and "of them with the exact byte" not in verdict
     with pytest.raises(SitusError, match="has only 1 image, but the uploads need 2: 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
+
+
+def test_the_noise_of_several_uploads_is_measured_by_the_images_of_each(sent: Sent) -> None:
+    pictures = [sent.pictures[0], 255 - sent.pictures[0]]
+    uploads, chance = list[dict[str, Tensor]](), torch.Generator().manual_seed(0)
+    for image in load_test_set(sent.victim, pictures, 2).pixels:
+        clean = victim_gradients(sent.victim.trains, image[None], torch.tensor([2]))
+        uploads.append({name: g + 1e-3 * torch.randn(g.shape, generator=chance) for name, g in clean.items()})
+    audit = situs.audit_gradients(sent.module, pictures, upload=uploads, attacks=["patchembed"], defences=["noise=10"])
+    assert [float(defence.split("=")[1]) for defence in audit.about] == [pytest.approx(1e-3, rel=0.05)]
 
 
 def test_an_upload_of_other_images_carries_a_caveat(sent: Sent) -> None:
