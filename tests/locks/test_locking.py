@@ -380,7 +380,7 @@ def test_what_opens_is_the_model_that_the_manifest_fingerprints(locked_vit, tmp_
     (other / NAME).unlink()
     write_manifest(other, replace(manifest, fingerprint="0" * 64), KEY)
     for call in (lambda: unlock(other, KEY, tmp_path / "open"), lambda: check(other, KEY)):
-        with pytest.raises(SitusError, match="the opened model is not the model that was locked"):
+        with pytest.raises(SitusError, match="the unlocked model is not the model that was locked"):
             call()
     assert not (tmp_path / "open").exists()
 

@@ -224,7 +224,9 @@ def test_a_bar_has_as_many_figures_as_tell_something(value: float, figures: str)
 def test_more_bars_than_fit_are_named_and_not_dropped_in_silence() -> None:
     block = Section("s").bars({f"b{place}": float(9 - place) for place in range(10)}, "dB", "By attack.").blocks[0]
     assert Reader(block).values("class").count("bar") == 8 and "b7" in block and "b8" not in block
-    assert "By attack. 2 more values" in block
+    assert "By attack. 2 more values are in the tables below." in block
+    block = Section("s").bars({f"b{place}": float(9 - place) for place in range(9)}, "dB").blocks[0]
+    assert "1 more value is in the tables below." in block
 
 
 def test_a_large_picture_is_held_small_and_kept_whole_beside_the_page() -> None:

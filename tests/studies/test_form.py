@@ -83,7 +83,7 @@ def test_only_what_is_missing_as_a_whole_keeps_a_study_from_running() -> None:
         (
             "curves",
             [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "paper": [1, 2]}]}],
-            "2 entries, but the number of points is 1",
+            "2 entries, but 'at' has 1",
         ),
         ("paper", "resnet", "paper='resnet': must be one of"),
         ("tables.0.rows", [{"name": "r"}] * 2, r"tables\[0\].rows\[1\].name='r': must be different"),

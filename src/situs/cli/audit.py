@@ -416,7 +416,7 @@ class Split(ImageArgs):
     "curve" stands for each defence at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
-    """Permutations to combine with every defence."""
+    """Also permute tokens (rows), channels (columns), both."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(SPLIT_ATTACKS)
     """Attacks, comma-separated."""

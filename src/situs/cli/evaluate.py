@@ -473,7 +473,7 @@ class Attention(FewImagesArgs):
     only: ClassVar[dict[str, tuple[str, ...]]] = {"layer": ("maps",), "show": ("maps",), "depth": ("correlation",)}
 
     kind: Literal["maps", "correlation"] = "maps"
-    """maps: show the attention. correlation: show the similarity of the features at two positions."""
+    """maps shows the attention. correlation shows how similar the features are at each pair of positions."""
 
     layer: int | None = None
     """With --kind maps: number of the layer whose maps are shown. The first layer has number 1. Default: the last

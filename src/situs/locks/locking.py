@@ -382,7 +382,7 @@ def _open(
             if shards.copy(reader, writer, codes.start("file", name)) != code:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if not keyed and fingerprint_of(codes, manifest.layout, clear) != manifest.fingerprint:
-        raise SitusError(f"{folder}: the opened model is not the model that was locked")
+        raise SitusError(f"{folder}: the unlocked model is not the model that was locked")
 
 
 def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:

@@ -181,7 +181,7 @@ def _config_of(model: Model) -> BackboneConfig:
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of the library transformers"
         advice = "" if isinstance(backbone, OwnModule) else "; save the module (save_pretrained) and give the folder"
         raise SitusError(
-            f"{model.name}: is {kind}; a run cannot start from this module, because Situs cannot build "
+            f"{model.name}: is {kind}; a run cannot start from this module, because Situs could not build "
             f"the module again from the folder of the run{advice}",
             field="source",
         )

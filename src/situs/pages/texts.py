@@ -101,10 +101,10 @@ def page(audit: TextAudit) -> Page:
 
 SYSTEMS = (
     "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients of the query, "
-    "key and value weights in the first block. Tokens seen: the rank of the gradients of the weights that follow the "
-    "first attention. In this rank, the same word in two contexts counts twice. Candidates: the pairs of a word and a "
-    "position that fit the gradients of the first block. For a causal model, candidates are the beginnings of "
-    "sentences that fit the gradients of the second block."
+    "key and value weights in the first block. Tokens seen: the number of different tokens, which is the rank of the "
+    "gradients of the weights that follow the first attention. The same word in two contexts counts twice. Candidates: "
+    "the pairs of a word and a position that fit the gradients of the first block. For a causal model, candidates are "
+    "the beginnings of sentences that fit the gradients of the second block."
 )
 
 

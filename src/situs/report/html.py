@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.files import write_result
 from situs.results import Cell, show
 
@@ -106,7 +106,8 @@ class Section:
             for name, (value, tone) in list(toned.items())[:MOST_BARS]
         ]
         if len(toned) > MOST_BARS:
-            caption = f"{caption} {len(toned) - MOST_BARS} more values are in the tables below.".strip()
+            more = len(toned) - MOST_BARS
+            caption = f"{caption} {counted(more, 'more values')} {verb(more, 'are')} in the tables below.".strip()
         alt = "; ".join(f"{name}: {figures} {unit}".strip() for name, figures, *_ in rows)
         return self._add("bars", rows, unit, caption, alt.replace("`", "")) if rows else self
 

@@ -267,9 +267,7 @@ class Line(Checked):
         for name in ("paper", "ours", "job", "figure"):
             value = getattr(self, name)
             if isinstance(value, tuple) and value and len(value) != len(self.at):
-                raise SitusError(
-                    f"{name}: has {len(value)} entries, but the number of points is {len(self.at)}", field=name
-                )
+                raise SitusError(f"{name}: has {len(value)} entries, but 'at' has {len(self.at)}", field=name)
         if self.job and bool(self.at) == bool(self.over):
             raise SitusError(
                 "at, over: set either 'at' (the x values) or 'over' (the path of the x values in the job's output)",
