@@ -416,7 +416,7 @@ class Split(ImageArgs):
     "curve" stands for each defence at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
-    """Also permute tokens (rows), channels (columns), both."""
+    """Test each defence also with permuted tokens (rows) or channels (columns), or with both if both are named."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(SPLIT_ATTACKS)
     """Attacks, comma-separated."""
