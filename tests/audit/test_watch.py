@@ -242,6 +242,21 @@ def test_a_pass_under_another_loss_than_cross_entropy_needs_the_least_likely_lab
     assert bounds == ([False] if loss is F.cross_entropy else [False, True])
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: F.mse_loss(z, F.one_hot(y, 5).float())])
+def test_by_hand_noise_that_hides_the_loss_needs_the_least_likely_labels_too(loss: Any) -> None:
+    """Without the optimizer the guard knows the loss from the upload alone."""
+    module = made().eval()
+    [(images, labels)] = batches(1)
+    loss(module(images), labels).backward()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 10 * torch.randn(parameter.shape)
+    given = {"img_size": 16, "attacks": ["patchembed"], "defence": "noise=10"}
+    watch = experienced(audit.guard(module, act="log", **given))
+    assert watch.look(images).answer == "below"
+    assert [finding.hardest for finding in watch.findings if finding.bound] == [False, True]
+
+
 def test_a_mistake_that_an_attack_finds_in_a_step_makes_the_look_inconclusive() -> None:
     module = made().eval()
     images = sent(module)

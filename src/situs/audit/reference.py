@@ -79,6 +79,7 @@ class Pass:
 
     args, named: the module's arguments. modes: of its parts, training or not. mixed: the type of autocast. fed: the
     inputs [B, N, K] of the patch embedding, call after call. slopes: ∂loss/∂logits [B, classes], once it is known.
+    implied: the slopes that the upload implies itself, where `slopes` is a guess.
     """
 
     args: tuple[Any, ...]
@@ -88,6 +89,7 @@ class Pass:
     mixed: torch.dtype | None = None
     fed: list[Tensor] = field(default_factory=list)
     slopes: Tensor | None = None
+    implied: Tensor | None = None
 
     @property
     def images(self) -> Tensor | None:
@@ -221,7 +223,7 @@ def guessed_passes(module: nn.Module, images: Tensor, gradients: Mapping[str, Te
     slopes = (sent @ torch.linalg.pinv(inputs)).T.to(logits.dtype)
     by_labels = cross_entropy_slopes(logits, slopes.argmin(dim=1))
     modes = [False for _ in module.modules()]
-    return [Pass((images,), {}, modes, Chance.now(), slopes=guess) for guess in (by_labels, slopes)]
+    return [Pass((images,), {}, modes, Chance.now(), slopes=guess, implied=slopes) for guess in (by_labels, slopes)]
 
 
 def cross_entropy_slopes(logits: Tensor, labels: Tensor) -> Tensor:

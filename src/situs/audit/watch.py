@@ -281,7 +281,7 @@ class Guard:
             deadline,
             self._memory,
             match,
-            [one.slopes for one in steps if one.slopes is not None],
+            [one.slopes if one.implied is None else one.implied for one in steps if one.slopes is not None],
             [Remark("gap", text) for text in (foreign, unknown, unmatched) if text],
         )
         known = scenario.assumed[0]
