@@ -422,8 +422,8 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. For images, the attack old-embedding uses the embedding of this model. For texts,
-    the attacker knows this whole model."""
+    """The model before fine-tuning. For images, the attack old-embedding uses its embedding. For texts, the attacker
+    knows the whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """The attacker has this many other images (or texts) of the same data set. Default for texts: 200."""
