@@ -63,10 +63,11 @@ def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> N
         read_steps(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("damage", [{"machine": {}}, {"machine": {"kind": "cpu"}}, {"rows": "no times"}])
-def test_a_table_that_lacks_something_is_one_sentence(damage: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [{"machine": {}}, {"machine": {"kind": "cpu"}}, [], [0.0], [0.1, -0.1]], ids=str)
+def test_a_table_that_lacks_something_is_one_sentence(damage: Any, tmp_path: Path) -> None:
+    """A part of it, or the times of a row."""
     held = table(0.010, 0.012).to_json()
-    held |= damage if damage != {"rows": "no times"} else {"rows": [{**held["rows"][0], "seconds": []}]}
+    held |= {"rows": [{**held["rows"][0], "seconds": damage}]} if isinstance(damage, list) else damage
     (tmp_path / "a.json").write_text(json.dumps(held))
     with pytest.raises(SitusError, match=r"a.json: the table of steps is damaged"):
         read_steps(tmp_path / "a.json")

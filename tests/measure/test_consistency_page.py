@@ -97,6 +97,8 @@ def test_the_first_screen_has_the_fewest_answers_that_stay() -> None:
         ("50.0 %", "relative change of the CLS token at γ = 0.75 with the mask hidden"),
     )
     assert curve([rows[-1], replace(row(0.5, False, None, 0.0), clean_norm=0.0)]).summary().numbers == ()
+    early = [row(0.25, False, 0.25, 1.0), row(0.9, False, 0.5, 1.0)]
+    assert curve(early).summary().numbers[0] == ("25.0 %", "of answers stay the same at γ = 0.25 with the mask hidden")
 
 
 def test_the_sentence_speaks_of_the_ratio_nearest_to_the_papers() -> None:

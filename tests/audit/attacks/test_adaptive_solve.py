@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ from situs.audit.attacks.adaptive import (
     Partly,
     TokenFit,
     Trial,
+    _facts,
     family_of,
     first_block,
     search,
@@ -282,3 +285,28 @@ def test_an_end_that_was_only_held_beside_a_root_is_a_guess_and_no_proof() -> No
     assert (fit > SOLVED).all()
     assert (fit[:2] <= adaptive.DOUBTFUL).all()
     assert torch.equal(fit[2:], ends.fit[2:])
+
+
+@pytest.mark.parametrize(
+    ("open_", "base", "hidden", "fit", "block", "proof", "verdict"),
+    [
+        (0, 0.0, 2, [0.0], True, None, "left grey"),
+        (0, 1.0, 2, [0.0], True, "because the hidden patches are equal", None),
+        (0, 1.0, 1, [0.0], True, "because only one patch is hidden", None),
+        (2, 1.0, 2, [0.1, 0.2], False, None, "leave 2 directions of each patch open"),
+        (2, 1.0, 2, [0.1, SOLVED], True, "every patch agrees", None),
+        (2, 1.0, 2, [0.1, 1.01 * SOLVED], True, None, "do not confirm every patch"),
+        (2, 1.0, 2, [0.1, math.inf], True, None, "do not confirm every patch"),
+    ],
+)
+def test_a_solution_is_proved_only_if_every_patch_fits(
+    open_: int, base: float, hidden: int, fit: list[float], block: bool, proof: str | None, verdict: str | None
+) -> None:
+    mask = torch.arange(3) < hidden
+    partly: Any = SimpleNamespace(z=torch.ones(open_, 4), base=torch.full((3, 4), base), hidden=mask)
+    readable: Any = object() if block else "its first block cannot be read"
+    facts = _facts(partly, TokenFit(torch.zeros(2, 1), torch.tensor(fit)), readable)
+    assert facts["hidden"] == hidden and facts["open_directions"] == open_
+    for name, wanted in (("proof", proof), ("verdict", verdict)):
+        text = facts[name]
+        assert text is None if wanted is None else wanted in str(text)
