@@ -9,7 +9,19 @@ import pytest
 import torch
 from tiny_texts import WORDS, sentences, victim
 
-from situs.audit.text.layers import as_rows, calls_before, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.client import EPS
+from situs.audit.defences import Step
+from situs.audit.text.layers import (
+    ROUNDING,
+    _rounding,
+    as_rows,
+    calls_before,
+    entering,
+    qkv_weights,
+    span_of,
+    word_inputs,
+    words_at,
+)
 from situs.audit.text.victim import padded, text_gradients
 
 TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
@@ -92,3 +104,18 @@ def test_what_enters_the_second_block_is_what_the_first_gave(
         weight = qkv_weights(made.backbone, 2)[0]
         found = entering(made.backbone, weight, lambda: made.backbone(ids), calls=calls)
     assert torch.allclose(found, seen[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0])
+def test_a_step_of_adam_enlarges_the_error_of_rounding(size: float) -> None:
+    """As measured: updates rounded to float32, and divided back to gradients in float64."""
+    torch.manual_seed(0)
+    gradient = size * EPS * torch.randn(40, 60, dtype=torch.float64)
+    update = (gradient / (gradient.abs() + EPS)).float().double()
+    back = EPS * update / (1 - update.abs())
+    rows = gradient.square().mean(dim=1, keepdim=True).sqrt()
+    measured = float(((back - gradient) / rows).square().mean().sqrt())
+    adam = _rounding(gradient, Step(1, adam=True)) / ROUNDING
+    assert 2 < adam / measured < 8  # rounding is at most half of eps, and as a rule a third of that
+    plain = _rounding(gradient.float(), Step(1)) / ROUNDING
+    assert plain == torch.finfo(torch.float32).eps
