@@ -379,6 +379,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(name: str, model: Path
     with pytest.raises(SitusError, match=re.escape(said)) as caught:
         situs.adapt(model, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    assert "unlabelled" not in bad or caught.value.field == "unlabelled"
 
 
 def test_a_plan_fits_and_drops_the_costliest_first() -> None:

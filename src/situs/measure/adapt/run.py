@@ -259,7 +259,10 @@ def unlabelled_source(data: DataConfig, path: str | None) -> Source:
     """The images of the pretraining: of the training split and at `path`, never test images."""
     parts = [open_source(data, "train", labels=False)]
     if path is not None:
-        parts.append(open_source(replace(data, path=path, held_out=0.0), labels=False))
+        try:
+            parts.append(open_source(replace(data, path=path, held_out=0.0), labels=False))
+        except SitusError as error:
+            raise SitusError(str(error), field="unlabelled") from error
     return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", part) for part in parts])
 
 

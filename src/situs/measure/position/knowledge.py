@@ -503,7 +503,7 @@ def _source(audit: PositionAudit) -> str:
     if last[REMOVED].left >= UNSURE:
         return (
             f"If the model runs without positions, the error is {content:.2f} patches (blind guess: "
-            f"{last[REMOVED].blind_error:.2f}), so a linear regression fitted on {audit.probed.fitted} samples finds "
+            f"{last[REMOVED].blind_error:.2f}), so a linear probe fitted on {audit.probed.fitted} samples finds "
             "no position in the content. The features know positions only from the position embeddings."
         )
     return (
