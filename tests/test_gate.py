@@ -384,7 +384,9 @@ def test_a_finding_says_what_it_is_and_why_not() -> None:
 def test_a_pass_is_close_below_one_decibel_or_a_twentieth_of_a_share(metric: Metric, left: float, below: str) -> None:
     nearest = Held(finding(), Exposure("a", metric, 0.5 - left), 0.5)
     text = _margin(nearest, "clips")
-    assert text == (f"; that is {below} below the limit of 0.5, and other clips may exceed the limit" if below else "")
+    assert text == (
+        f"; this value is {below} below the limit of 0.5, and other clips may exceed the limit" if below else ""
+    )
     assert _margin(nearest._replace(limit=None), "clips") == _margin(None, "clips") == ""
 
 

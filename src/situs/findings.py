@@ -66,7 +66,7 @@ ACTIVE = ThreatModel(
     "active",
     "chooses the weights of the round (same names, shapes and types), and analyses what the client sends back",
     "a server that chooses the weights",
-    "a server may choose other weights than this attack does, and recover more",
+    "a server that chooses other weights than this attack may recover more",
 )
 """A server that chooses the weights."""
 

@@ -398,8 +398,8 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (
-                "a pass needs the oracle twice, with the true labels and with the least likely labels, but the "
-                "oracle did not run with both"
+                "a pass needs the oracle twice: once with the true labels, and once with the least likely labels. At "
+                "least one of these two runs is missing"
             )
         ]
     return []
@@ -415,7 +415,7 @@ def _margin(most: Held | None, things: str) -> str:
         return ""
     least = 10**-digits
     below = f"less than {least:g}" if left < least else f"only {left:.{digits}f}"
-    return f"; that is {below}{unit} below the limit of {most.limit:.4g}, and other {things} may exceed the limit"
+    return f"; this value is {below}{unit} below the limit of {most.limit:.4g}, and other {things} may exceed the limit"
 
 
 def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:

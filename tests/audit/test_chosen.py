@@ -233,8 +233,8 @@ def test_the_table_has_the_public_models_values_and_a_note_on_the_distance() -> 
     assert one.figures()[0].values[0] == {"parallel neurons": (10.0, "bad"), "equal answers": (0.5, "")}
     notes = [said(like="theirs", distance=far).summary().notes[-1] for far in (0.0, 0.69, 0.7)]
     assert "equal to the matrices of theirs, bit for bit" in notes[0]
-    assert "0.69 times their size" in notes[1] and "Fine-tuning can also cause" in notes[1]
-    assert "0.7 times their size" in notes[2] and "The models are therefore unrelated" in notes[2]
+    assert "is 0.69 (median over the matrices)" in notes[1] and "Fine-tuning can also cause" in notes[1]
+    assert "is 0.7 (median over the matrices)" in notes[2] and "The models are therefore unrelated" in notes[2]
     [plain] = said(0.5).summary().tables
     assert plain.header[-1] == "layer" and len(plain.rows[0]) == 5
 

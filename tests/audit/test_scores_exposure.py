@@ -174,7 +174,7 @@ def test_what_the_largest_gradients_give_away_counts_and_proves_nothing() -> Non
 
 
 def test_a_pass_that_is_near_its_limit_says_how_near() -> None:
-    caution = "; that is only 0.2 dB below the limit of 20, and other images may exceed the limit"
+    caution = "; this value is only 0.2 dB below the limit of 20, and other images may exceed the limit"
     near = closed(change=with_one("psnr", 19.8) | {"ssim": [-0.5] * COUNT})
     assert judged_alone(near, bound(), limit=LIMIT).reason.endswith(caution)
     for far, limit in ((closed(change=with_one("psnr", 19.0)), LIMIT), (near, BLIND)):
@@ -197,7 +197,11 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
     made = closed(change=with_one(metric, value))
     judged = judged_alone(made, bound(), limit=BLIND)
     assert judged.status == PASSED
-    assert f"that is {told}, and other images" in judged.reason if told else "below the limit of" not in judged.reason
+    assert (
+        f"this value is {told}, and other images" in judged.reason
+        if told
+        else "below the limit of" not in judged.reason
+    )
 
 
 @pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])

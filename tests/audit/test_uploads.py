@@ -72,8 +72,8 @@ def test_the_sentence_the_table_and_the_figure_say_what_each_attack_certifies(se
     shown = {row[0]: row[1:4] for row in summary.tables[0].rows}
     assert shown == {"april": ["none", "0 of 1", None], "patchembed": ["none", "1 of 1", "no error"]}
     assert summary.sentence == (
-        "1 of 1 image in 1 upload can be read, and the attacker can prove it without the originals "
-        "(best attack patchembed, defence as stated: none)."
+        "1 of 1 image in 1 upload can be read, and the attacker can prove without the originals that the result is "
+        "right (best attack patchembed, defence as stated: none)."
     )
     assert summary.numbers == (("1 of 1", "images certified"),)
     [figure] = audit.figures()

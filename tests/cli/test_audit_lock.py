@@ -60,7 +60,7 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
         page = (out / "audit.html").read_text()
         assert "16 of 16" in page and "public-base" in page
         assert str(tmp_path) not in page + json.dumps(written)
-    assert "groups inside the blocks as cover" in printed
+    assert "permuted groups inside the blocks" in printed
 
 
 def test_several_attackers_with_data_and_key(
@@ -93,7 +93,10 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert "Not run, although anybody could do so: images (a few unlabelled images or texts)" in printed
+        assert (
+            "Attacks that were not run, although anybody could run them: images (a few unlabelled images or texts)"
+            in printed
+        )
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 

@@ -152,7 +152,8 @@ def test_the_first_screen_has_the_best_scores_and_bars_from_the_highest(undrawn:
     page = make_page(audit(*CURVED))
     assert [value for value, _ in page.numbers] == ["50.0 dB", "100.0 %"]
     assert page.lead.startswith(
-        "At best the server recovered images at 50.0 dB and assigned 100 % of the patches to their true positions. "
+        "The server's best attackers recovered images at 50.0 dB and assigned 100 % of the patches to their true "
+        "positions. "
     )
     bars = "".join(map(str, page.opening.blocks))
     order = [bars.index(f">{name}<") for name in ("none", "noise=0.2", "noise=0.2 + rows", "lowpass=0.3", "noise=0.5")]

@@ -369,7 +369,7 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
     far = math.sqrt(sum(float((g.double() - weights[n].double()).square().sum()) for n, g in upload.items()))
     near = far <= NEAR * size
     if sent == "weights" and not near:
-        reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
+        reason = f"the relative difference between its weights and the model's is {far / max(size, 1e-30):.2g}"
         raise _error(name, f"{reason}; open the model as it was before the step")
     if near and sent in ("gradient", "difference"):
         raise _error(name, f"its values are the weights of the model, but sent={sent} was given")

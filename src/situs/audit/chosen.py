@@ -94,10 +94,10 @@ class Measure(NamedTuple):
 MEASURES = {
     "parallel neurons": Measure("{:.0f} neurons have parallel weights", 1, 8),
     "equal answers": Measure("{:.0f} neurons have proportional outputs", 1, 58),
-    "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 36),
+    "few directions": Measure("its effective rank is {:.3g} times lower than that of a random matrix", 1.2, 36),
     "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 13),
     "ordered biases": Measure(
-        "its biases are in rising order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
+        "a run of its biases rises or falls in order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
     ),
     "steep neurons": Measure("the inputs of the strongest neurons have a standard deviation of about {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the other tensors", 2, 180),
@@ -148,11 +148,11 @@ class WeightCheck(Result):
     file: ClassVar[str] = "chosen"
     subject: ClassVar[str] = "were its weights crafted?"
     meaning: ClassVar[str] = (
-        "A server can craft weights that make single samples readable in an upload. Each measure looks for one sign "
-        "of such weights, and has a limit, above which weights look crafted. The value of a measure is rescaled to a "
-        "score, so that the limit has the score 1. The limits were set on honest (not crafted) weights only. A score "
-        "below 1 does not prove that the weights are honest, because a server can craft weights that stay below all "
-        "limits."
+        "A server can craft weights that make single samples readable in an upload. Each measure looks for one sign of "
+        "such weights. Each measure has a limit: weights above the limit look crafted. The value of a measure is "
+        "rescaled to a score, so that a value at the limit has the score 1. The limits were set on honest (not "
+        "crafted) weights only. A score below 1 does not prove that the weights are honest, because a server can craft "
+        "weights that stay below all limits."
     )
 
     model: str
@@ -559,5 +559,5 @@ def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"The matrices of the model's blocks are equal to the matrices of {name}, bit for bit."
     related = "Fine-tuning can also cause such a difference" if distance < 0.7 else "The models are therefore unrelated"
-    differ = f"differ from the matrices of {name} by {distance:.2g} times their size (median over the matrices)"
-    return f"The matrices of the model's blocks {differ}. {related}."
+    both = f"between the matrices of the model's blocks and the matrices of {name}"
+    return f"The relative difference {both} is {distance:.2g} (median over the matrices). {related}."

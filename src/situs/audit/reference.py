@@ -282,7 +282,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
         return seen, "the module's first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
-            "in training mode the module changes its images at random, and the input of its first layer in this step"
+            "in training mode the module changes its images at random, so the input of its first layer in this step"
         )
         return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call `look` outside autocast")
     return [seen[0], seen[-1]], ""
@@ -362,7 +362,7 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
         most = max(loud, key=lambda n: loud[n])
         reason = "the upload is not the gradient of one step on these images"
-        return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} times its size", factors=of_each)
+        return plain._replace(wrong=f"{reason}: the relative error of {most} is {loud[most]:.2g}", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
@@ -515,7 +515,10 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, which would put the images outside 0 to 1: give normalisation=(means, deviations)",
+        (
+            f"{opened}. With this mean and deviation, image values would lie outside 0 to 1: give "
+            "normalisation=(means, deviations)"
+        ),
     )
 
 

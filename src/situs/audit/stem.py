@@ -398,7 +398,10 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         first = rows.shape[0] - probe.shape[0]
         if first >= 0 and torch.equal(rows[first:], probe):
             return name, first
-    return "the position table is computed from other weights at every step, so each row mixes several positions"
+    return (
+        "the model computes the position table from other weights at every step, so each row of the gradient of "
+        "these weights mixes several positions"
+    )
 
 
 @torch.no_grad()

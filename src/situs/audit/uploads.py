@@ -40,11 +40,12 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "A recovered picture is certified if the attacker can prove, without the original, that the picture is "
-        "right. For this proof, the attack's equations must hold up to rounding and the stated noise, and must have "
-        "only one solution, which must cover almost every pixel. The certified PSNR is the PSNR that this proof "
-        "guarantees. The proof assumes that nobody altered the upload. Without reference images, no upload can pass a "
-        "gate: a picture that is not certified may still be right, and another attack may recover more."
+        "A recovered picture is certified if the attacker can prove, without the original, that the picture is right. "
+        "This proof has three conditions. The attack's equations hold up to rounding and the stated noise. The "
+        "equations have only one solution. This solution covers almost every pixel. The certified PSNR is the PSNR "
+        "that this proof guarantees. The proof assumes that nobody altered the upload. Without reference images, no "
+        "upload can pass a gate: a picture that is not certified may still be right, and another attack may recover "
+        "more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)
@@ -105,8 +106,8 @@ class UploadAudit(Audit):
             )
             return f"{opening(self)} {nothing} This does not prove privacy: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
-            f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "
-            f"the originals (best attack {best.attack}, defence as stated: {best.defence})."
+            f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove without the "
+            f"originals that the result is right (best attack {best.attack}, defence as stated: {best.defence})."
         ).lstrip()
 
     def figures(self) -> list[Figure]:

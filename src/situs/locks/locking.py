@@ -106,7 +106,7 @@ def _shares(manifest: Manifest) -> str:
     withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
-    cover = f", and {inner} groups inside the blocks as cover (this adds no strength)" if inner else ""
+    cover = f", and {inner} groups inside the blocks (these groups add no strength)" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
         f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "

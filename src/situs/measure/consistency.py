@@ -92,7 +92,7 @@ class Shuffled:
         if not self.backbone.num_tokens:
             return (
                 "the model is a convolutional network, so it has no positions to remove: patches are shuffled in the "
-                "image, and the model does not know which patches"
+                "image, and the model does not know which patches were shuffled"
             )
         if not (self.positions and self.backbone.positions().kinds):
             windows = " (its windows still reveal positions)" if "take" in self.backbone.refusals else ""

@@ -215,7 +215,11 @@ def _lead(audit: Audit) -> str:
 def _rule(audit: Audit) -> str:
     """How the gate judges."""
     margins = {"psnr": METRICS["aligned_psnr"].margin, "ssim": METRICS["ssim"].margin}
-    never = f" Against {audit.threat.server} nothing passes: {audit.threat.unproved}." if audit.threat.unproved else ""
+    never = (
+        f" Against {audit.threat.server}, the gate never passes: {audit.threat.unproved}."
+        if audit.threat.unproved
+        else ""
+    )
     return GATE.format(scope=scope_of(audit.threat), **margins) + never
 
 
@@ -310,7 +314,11 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " If an attack has results for only some of the images, its row shows the mean over these." if fewer else ""
+    some = (
+        " If an attack has results for only some of the images, its row shows the mean over these images."
+        if fewer
+        else ""
+    )
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",

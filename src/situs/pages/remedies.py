@@ -27,7 +27,10 @@ def page(search: Remedies) -> Page:
     """The settings that keep the limit, their costs, and a table of all trials."""
     page = Page(f"Defences of {search.model}", verdict(search))
     if search.with_setting:
-        page.judge("good" if search.stopped is None else "unsure", f"Keeps {search.limit} against these attackers")
+        page.judge(
+            "good" if search.stopped is None else "unsure",
+            f"Some settings stay within {search.limit} against these attackers",
+        )
     elif search.stopped:
         page.judge("unsure", "Stopped before any result")
     else:

@@ -63,7 +63,7 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     feats = [f"recovered images at {psnr:.1f} dB"] if psnr is not None else []
     feats += [f"assigned {percent(placed, 0)} of the patches to their true positions"] if placed is not None else []
     if feats:
-        page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
+        page.lead = f"The server's best attackers {' and '.join(feats)}. {page.lead}"
     if psnr is not None:
         page.number(
             f"{psnr:.1f} dB",

@@ -85,9 +85,9 @@ def page(audit: TextAudit) -> Page:
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
         "candidates: sentences that were recovered completely, plus sentences that an attacker picks out among "
-        "versions with one word replaced (giving the true sentence a probability above 99 %). If a row was attacked, "
-        "a dash "
-        'under "seconds" means that the result of the row above was used for at least one batch, without a new attack.'
+        "versions with one word replaced (giving the true sentence a probability above 99 %). A dash "
+        'under "seconds" in an attacked row: for at least one batch there was no new attack, and the result of the row '
+        "above was used."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):

@@ -196,8 +196,8 @@ class StudyList:
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
             f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are given for {machine} and "
-            'one seed (~ marks an estimate). For each table or figure, the columns "the paper\'s numbers" and "ours" '
-            "show how many numbers it has, and the range of those in its own first column or first plot."
+            'one seed (~ marks an estimate). The columns "the paper\'s numbers" and "ours" show how many such numbers '
+            "each table or figure has, and the range of the numbers in its first column or first plot."
         )
 
     def tables(self) -> Iterator[Printed]:

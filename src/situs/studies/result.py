@@ -205,7 +205,8 @@ class StudyResult(Result):
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in compared)
         gap, where, cell = max(compared, key=lambda entry: entry[0])
         agree = (
-            f"{within} {verb(within, 'agree')} with the paper, up to its last digit or the error of reading its plots"
+            f"{within} {verb(within, 'agree')} with the paper (up to half of the paper's last digit, or up to the "
+            "error of reading the paper's plots)"
         )
         text = f" Of {counted(len(compared), 'numbers')} {agree}"
         return f"{text}; the largest difference ({where}) is {gap:.{cell.digits}f}."

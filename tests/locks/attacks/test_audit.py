@@ -82,7 +82,9 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     given = {"key": KEY, "base": clear, "config": config}
     audit = audit_lock(place / "less", attacker=["drifted-base"], **given)
     assert audit.attacks[0].bits is audit.strength is None
-    assert "Not run, although anybody could do so: no-base (the locked file alone)" in audit.verdict
+    assert (
+        "Attacks that were not run, although anybody could run them: no-base (the locked file alone)" in audit.verdict
+    )
     both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
     assert both.strength is None and "This base revealed nothing" in both.verdict and "256" not in both.verdict
 
@@ -109,7 +111,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     alone = audit_lock(tmp_path / "less", key=KEY)
     assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
-    assert "Not run, although the strength depends on this: public-base" in alone.verdict
+    assert "Attacks that were not run, although the strength depends on them: public-base" in alone.verdict
     [table] = alone.summary().tables
     assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
     assert alone.to_json()["not_tried"].keys() == set(alone.untried)

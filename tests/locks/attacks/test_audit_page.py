@@ -74,7 +74,7 @@ def test_rows_say_what_was_judged() -> None:
         "m", (16, 48), 3, attacks, impossible={"activations": "It cannot."}, withheld="; the head withheld"
     )
     (table,) = audit.summary().tables
-    assert table.title == "m: 16 + 48 residual channels, 3 groups inside the blocks as cover; the head withheld"
+    assert table.title == "m: 16 + 48 residual channels, 3 permuted groups inside the blocks; the head withheld"
     rows = [list(row) for row in table.rows]
     assert rows[0] == ["no-base", "1.6 % (1 of 64)", "256", "0.50", "a cost"]  # never more than the key has
     assert rows[1][:3] == ["images", "62.5 % (40 of 64)", f"{attacks[1].bits:.0f}"]
@@ -132,11 +132,11 @@ def test_accuracies_that_few_samples_cannot_tell_apart_are_named_with_both() -> 
 
 def test_what_was_not_run_is_named_where_the_strength_depends_on_it() -> None:
     attacks = (recovery("no-base", 1),)
-    for missing, reason in (("public-base", "the strength depends on this"), ("images", "anybody could do so")):
+    for missing, reason in (("public-base", "the strength depends on them"), ("images", "anybody could run them")):
         audit = LockAudit("m", (64,), 0, attacks, missing=frozenset({missing}))
-        assert audit.strength is None and f"Not run, although {reason}: {missing} (" in audit.verdict
+        assert audit.strength is None and f"Attacks that were not run, although {reason}: {missing} (" in audit.verdict
         assert audit.verdict.count(f"{missing} (") == 1
-    assert "Not run" not in LockAudit("m", (64,), 0, attacks).verdict
+    assert "Attacks that were not run" not in LockAudit("m", (64,), 0, attacks).verdict
 
 
 def test_bars_fall_and_an_attack_that_restores_the_accuracy_is_bad() -> None:

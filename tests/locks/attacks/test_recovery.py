@@ -448,7 +448,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
         (
             (0,),
             [
-                "Not run, although anybody could do so",
+                "Attacks that were not run, although anybody could run them",
                 "images (a few unlabelled images or texts)",
                 "No strength",
             ],
@@ -456,7 +456,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
         ),
         (
             (None,),
-            [UNJUDGED, "Not run, although anybody could do so", "No strength"],
+            [UNJUDGED, "Attacks that were not run, although anybody could run them", "No strength"],
             ["bits", OPEN, BOUND],
         ),
         ((768,), ["at most 0 bits", OPEN], ["Not", "not run", "No strength", BOUND]),

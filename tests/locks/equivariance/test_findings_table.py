@@ -148,7 +148,7 @@ def test_inner_groups_are_cover_or_have_nothing_to_move_or_belong_to_a_rotation(
         (None, True, False, "needs keyed weights", "its weights are used by another module"),
         (1e-10, True, True, "needs keyed weights", "its output is permuted by the key"),
         (1e-10, False, True, "holds", "its output is permuted by the key"),
-        (0.0, True, False, "needs keyed weights", "reads the permuted stream; its output is unchanged"),
+        (0.0, True, False, "needs keyed weights", "reads permuted channels, but its output is unchanged"),
         (0.0, False, False, "holds", "sees no key"),
         (1.1e-10, True, True, "refused", "Linear: the key does more than permute its output"),
         (math.nan, False, False, "refused", "Linear: the key does more than permute its output"),

@@ -240,8 +240,8 @@ def first_block(block: Block | str, stem: Stem, upload: Gradients, hidden: Tenso
         if name not in upload:
             return f"the gradient of {name} is not sent"
         if not Span.exists(upload[name], tokens):
-            few = f"the gradient of {name} has at most as many directions as there are tokens ({tokens})"
-            return f"{few}, so every token lies in the span of these directions"
+            few = f"the gradient of {name} spans at most {tokens} directions, and there are {tokens} tokens"
+            return f"{few}, so every token lies in this span"
         spans.append(Span(upload[name], tokens))
     table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
     base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)
@@ -590,8 +590,8 @@ class AdaptiveConfig(Effort):
     """How long the attack runs for each image, and which model predicts the order of the patches."""
 
     predictor: MP3 | None = None
-    """A trained MP3 run that predicts positions. The attack combines these predictions with the match of patch
-    borders."""
+    """A trained MP3 run that predicts positions. The attack orders the patches by these predictions and by how well
+    their borders match."""
 
 
 class AdaptiveMJP(Attack):
@@ -739,8 +739,8 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock | str) -> dict[
         proof = "every patch is determined, because only one patch is hidden"
     elif isinstance(block, str):
         verdict = (
-            f"the equations leave {len(partly.z)} directions of each patch open, and the smoothest image was chosen: "
-            f"{block}"
+            f"the equations leave {len(partly.z)} directions of each patch open, and the attack cannot use the "
+            f"first block to determine them ({block}). The attack therefore chose the smoothest image"
         )
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"

@@ -622,7 +622,7 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
         return (
             f"there are more patches ({patches}) than channels ({backbone.dim}), so the system is "
             "under-determined. The solution of least norm is shown"
-            + ", unless only one solution has a whole byte in every pixel"
+            + ". But if only one solution has a byte (0 to 255) in every pixel, this solution is shown"
             * (known.normalisation is not None)
         )
     return None

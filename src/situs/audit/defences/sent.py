@@ -111,8 +111,8 @@ class OwnDp(Clip):
     form: ClassVar[str] = "dp-sgd C={norm:g}, noise {multiplier:.3g}·C, {promise}"
     about: ClassVar[str] = (
         "the training step of the run: each sample's gradient is clipped to norm C, then noise of "
-        "standard deviation multiplier · C is added to the sum. In a smaller batch than the run's, the noise is "
-        "relatively larger"
+        "standard deviation multiplier · C is added to the sum. If the audited batch is smaller than the run's batch, "
+        "the noise is larger relative to the gradient"
     )
 
 
@@ -232,7 +232,7 @@ class Int8(Rounded):
 # gradient. An attacker sees which numbers were left out, and solves without them.
 
 
-LEFT_OUT = "the image decides which numbers are left out. This is not random noise, and a search may use it"
+LEFT_OUT = "the image decides which numbers are left out. This choice is not random noise, and a search may exploit it"
 """Why no filter proves privacy."""
 
 

@@ -343,9 +343,9 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "How much accuracy the defence costs was not measured. The cosine compares the upload with the gradient that "
-    "is computed without a defence. It covers single steps only, not a whole training run. To measure the cost in "
-    "accuracy, train a model with this setting of the defence."
+    "This search did not measure how much accuracy the defence costs. The cosine compares the upload with the "
+    "gradient that is computed without a defence. The cosine covers single steps only, not a whole training run. To "
+    "measure the cost in accuracy, train a model with this setting of the defence."
 )
 
 

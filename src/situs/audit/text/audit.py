@@ -524,7 +524,9 @@ def _by_spans(
         upload = undone(upload)
         read = [read_names(weight, upload)[0] for depth in (1, 2) for weight in qkv_weights(backbone, depth)]
         if not all(Span.exists(upload[name], SPARE) for name in read):
-            return Recovered(sure, reason=f"rounding hides Adam's ε, because the gradient is so much larger: {RATIOS}")
+            return Recovered(
+                sure, reason=f"the gradient is so much larger than Adam's ε that rounding hides ε: {RATIOS}"
+            )
     weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     names = [name for weight in weights for name in read_names(weight, upload)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))

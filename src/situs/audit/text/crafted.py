@@ -284,7 +284,7 @@ def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch:
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
         return (
             "if only the classifier's gradient is sent, the crafted weights need a layer before the classifier that is "
-            "linear near or above 0"
+            "linear near 0 or above 0"
         )
     if kind == "classifier" and batch > 1:
         return "if only the classifier's gradient is sent, the crafted weights read a single sentence, not a batch"

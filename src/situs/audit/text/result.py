@@ -228,10 +228,9 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     if finding.picked <= finding.whole:
         return recovered
     picked = finding.picked - finding.whole
-    more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
     return (
-        f"{recovered} An attacker can identify {more}: out of versions of a sentence that differ in one word, the "
-        "attacker picks the right one."
+        f"{recovered} An attacker can identify {counted(picked, 'more sentences')}: among versions of such a sentence "
+        "that differ in one word, the attacker picks the right version. Identified sentences are not private either."
     )
 
 

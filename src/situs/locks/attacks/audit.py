@@ -52,8 +52,8 @@ from situs.results import Figure, Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
 
 WRONG_BASE = (
-    "the embedding is withheld, so only a base model helps an attacker. This base revealed nothing; check that this "
-    "base is the model that was locked, or the model from which it was fine-tuned"
+    "the embedding is withheld, so only a base model helps an attacker. This base revealed nothing. Check that this "
+    "base is the original (unlocked) model, or the model from which the original was fine-tuned"
 )
 
 
@@ -236,8 +236,8 @@ key. The accuracy is judged only if the unlocked model is better than the locked
 standard errors. The attacker `images` does not know the true key. It searches for the key with the highest score J. J
 measures how well the channel correlations of the locked blocks agree with the channel correlations of the embedding,
 which is not locked. If the search fails, its best key has about the same low J as the keys found by searches from
-random starts, which are shown for comparison. Neither the bits left nor the share of the key that is recovered counts
-inner groups (MLP units, heads and their channels), because permuting them does not change what the model computes.
+random starts, which are shown for comparison. The bits left and the recovered share of the key do not count inner
+groups (MLP units, heads and their channels), because permuting inner groups does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
@@ -375,15 +375,15 @@ class LockAudit(Result):
             )
         if self.missing and strength is None:
             names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(self.missing))
-            reason = "the strength depends on this" if "public-base" in self.missing else "anybody could do so"
-            sentences.append(f"Not run, although {reason}: {names}.")
+            reason = "the strength depends on them" if "public-base" in self.missing else "anybody could run them"
+            sentences.append(f"Attacks that were not run, although {reason}: {names}.")
         return sentences
 
     def summary(self) -> Summary:
         """The verdict, and a row for each attacker; accuracies only if there is data."""
         scores = ("locked", "after attack", "with the key") if self.judged else ()
         header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what the attack used")
-        cover = f", {self.inner} groups inside the blocks as cover" if self.inner else ""
+        cover = f", {self.inner} permuted groups inside the blocks" if self.inner else ""
         title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.withheld}"
         sure = self.strength is not None
         rows = [_row(result, self.judged, sure or result.successful) for result in self.attacks]

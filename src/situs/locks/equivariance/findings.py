@@ -370,7 +370,7 @@ def _column_of(part: Part) -> Finding:
     elif part.moves:
         reason = "its output is permuted by the key"
     else:
-        reason = "reads the permuted stream; its output is unchanged" if part.keyed else "sees no key"
+        reason = "reads permuted channels, but its output is unchanged" if part.keyed else "sees no key"
     return Finding(part.name, "column", status, reason, {"forward": part.column})
 
 

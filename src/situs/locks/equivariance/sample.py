@@ -17,7 +17,7 @@ from situs.core.permutation import random_permutation
 from situs.core.tokens import take
 from situs.errors import SitusError
 
-RELATIVE = "its relative bias would have to be permuted too (P B Pᵀ), and the permuted bias reveals the order"
+RELATIVE = "the model's relative bias would have to be permuted too (P B Pᵀ), and the permuted bias reveals the order"
 ROTARY = "RoPE: its coordinates are permuted with the tokens, so whoever runs the blocks can read the order"
 
 

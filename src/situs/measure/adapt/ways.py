@@ -194,7 +194,7 @@ class Adapted(Result):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of the ways."""
-        against, tested_on = "balanced, minus the chosen recipe's, %", f"{self.provenance.things} tested"
+        against, tested_on = "balanced, difference from chosen, %", f"{self.provenance.things} tested"
         header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "best number of updates", "chosen"]
         rows: list[list[Any]] = []
         for trial in self.tried:

@@ -73,7 +73,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     readers = {key: Reader(*pair) for key, pair in halves.items()}
     _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
     if not readers or not all(reader.images for reader in readers.values()):
-        reason = "reading positions needs at least two samples: one to fit a reader and one to test it"
+        reason = "a linear probe of positions needs at least two samples: one to fit the probe, and one to test it"
         raise SitusError(reason, field=("count", "data"))
     readings: dict[str, list[PlaceReading]] = {}
     for (condition, depth), reader in readers.items():

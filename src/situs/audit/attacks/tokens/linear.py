@@ -64,9 +64,9 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"linear equations do not determine {self.open} directions of each token, because the "
-                f"positions add only {self.table} directions to those of the pixels, and a sum of other tokens at the "
-                "same position also fits the equations"
+                f"linear equations do not determine {self.open} directions of each token, because a sum of other "
+                "tokens at the same position also fits the equations (the positions add only "
+                f"{self.table} directions to the directions of the pixels)"
             )
         return f"each token has {self.open} more unknowns than linear equations"
 
