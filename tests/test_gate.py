@@ -151,8 +151,8 @@ def test_the_most_exposed_sample_decides_and_is_named_with_its_limit() -> None:
     judged = judge([finding(exposures=mixed), *bounds()]).judgements[0]
     assert judged.worst == Worst("solve", "b", 20.5, "closeness", 13.0, 10.0)
     assert judged.reason == (
-        "1 of 2 images above what the gate allows; most exposed: b has closeness 20.5 by solve (limit 13, blind guess "
-        "10)"
+        "1 of 2 images exceeds what the gate allows; most exposed: b has closeness 20.5 by solve (limit 13, blind "
+        "guess 10)"
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 from xml.etree import ElementTree as ET
 
-from situs.errors import SitusError, counted, unknown_name
+from situs.errors import SitusError, counted, unknown_name, verb
 from situs.findings import HONEST, NO_REFERENCE, Exposure, Finding, Metric, ThreatModel
 from situs.results import Cell, Result, Tone
 
@@ -301,7 +301,8 @@ def _judge(
     count = max((finding.asked for finding in findings), default=0)
     if above:
         samples = {one.exposure.sample for one in above}
-        reason = f"{len(samples)} of {counted(count, things)} above what the gate allows; most exposed: {worst}"
+        many = f"{len(samples)} of {counted(count, things)}"
+        reason = f"{many} {verb(len(samples), 'exceed')} what the gate allows; most exposed: {worst}"
         return Judgement(defence, "above", reason + idle, worst)
     shown = [] if worst is None else [f"most exposed: {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]

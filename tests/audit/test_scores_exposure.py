@@ -104,7 +104,7 @@ def test_each_metric_is_held_against_the_best_blind_guess_at_that_image(
     assert judged.status == ABOVE
     assert judged.worst == Worst("patchembed", "c", above, metric, pytest.approx(limit), scores(10.0)[metric][0])
     assert judged.reason.startswith(
-        f"1 of 8 images above what the gate allows; most exposed: c has {metric} {above:g} by patchembed (limit "
+        f"1 of 8 images exceeds what the gate allows; most exposed: c has {metric} {above:g} by patchembed (limit "
     )
     better = {"grey": scores(10.0), "mean image": scores(10.0) | with_one(metric, above)}
     assert judged_alone(closed(change=with_one(metric, above)), bound(), guess=better).status == PASSED

@@ -15,7 +15,7 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
     words = ["audit", "sweep", "test_vit", "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     more = ["--count", "1", "--over", "precision", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
-    assert "precision, none: all images recovered exactly at fp32" in capsys.readouterr().out
+    assert "precision, none: all images were recovered exactly at fp32" in capsys.readouterr().out
     told = json.loads((out / "curve.json").read_text())
     assert told["schema"] == "situs-audit-curve/1" and len(told["lines"]) == 1
     assert "Where attacks stop" in (out / "curve.html").read_text()

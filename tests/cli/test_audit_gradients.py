@@ -147,7 +147,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        ([], 3, "none, above: 5 of 5 images above what the gate allows; most exposed: "),
+        ([], 3, "none, above: 5 of 5 images exceed what the gate allows; most exposed: "),
         (
             ["--defences", CLIP],
             0,

@@ -61,7 +61,7 @@ def test_order_of_the_page(outline: Any) -> None:
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
     assert "and no image exceeds psnr=20.</p>" in text
-    said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above what the gate allows; most "
+    said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images exceed what the gate allows; most "
     assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
     ruling = Ruling(

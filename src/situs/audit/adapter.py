@@ -159,7 +159,7 @@ def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
             f"{table} is not simply added to the output of a linear patch embedding. The gradient of {weight} is "
             "therefore not the product of the table's gradient and the patches"
         )
-    needed = "the attack needs a linear patch embedding, and a position table that is simply added to its output"
+    needed = "the attack needs a linear patch embedding, and a position table that is simply added to the patch tokens"
     if weight is not None:
         return f"{needed}; no such table was found for the patch embedding {weight}"
     return (

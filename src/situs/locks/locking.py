@@ -306,10 +306,11 @@ def unlock(
     manifest = read_manifest(folder, key)
     if retrained:
         notes = _unlock_retrained(folder, manifest, key, out, withheld)
-        return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
+        return Written(Path(out), manifest, [f"{out}: {manifest.model} was opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, withheld)
-    sentence = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, equal bit for bit to those before the lock."
+    count = len(manifest.tensors)
+    sentence = f"{out}: {manifest.model} was opened. Its {count} tensors are bit for bit the tensors before the lock."
     return Written(Path(out), manifest, [sentence])
 
 

@@ -117,12 +117,14 @@ def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_
     mean, one = _pair("patchembed", [15.0, 15.0]), _pair("tokens", [5.0, 24.0])
     both = point(mean, one)
     assert (
-        both.by == "patchembed" and both.values["worst"] == 24.0 and "below 20 dB at no attacked strength" in said(both)
+        both.by == "patchembed"
+        and both.values["worst"] == 24.0
+        and "no strength with finished attacks brings" in said(both)
     )
     assert "below 20 dB at 1." in said(point(mean))
     for cut in (point(_pair("tokens", [15.0], "1 of 2 images")), point(mean, undone=(("tokens", "none"),))):
-        assert "below 20 dB at 1" not in said(cut) and "the attack was not finished (inconclusive) at 1." in said(cut)
-    assert "exactly at no strength" in said(point(_pair("tokens", [99.0], "1 of 2 images")))
+        assert "below 20 dB at 1" not in said(cut) and "; inconclusive at 1 (an attack was" in said(cut)
+    assert "no finished attack recovered all images exactly" in said(point(_pair("tokens", [99.0], "1 of 2 images")))
 
 
 def images(strength: str, psnr: float, worst: float, exact: float, **more: Any) -> Point:
@@ -140,8 +142,9 @@ def test_the_sentence_names_where_all_came_back_and_where_little_did() -> None:
     ])  # fmt: skip
     said = verdict(Curves("m", [line], IMAGES, 2))
     assert said == (
-        "noise, none: all images recovered exactly at 0; PSNR of the most exposed image below 20 dB at 0.3; the attack "
-        "was not finished (inconclusive) at 0.4, 0.5. If these attacks fail, another attack may still succeed."
+        "noise, none: all images were recovered exactly at 0; the PSNR of the most exposed image is below 20 dB at "
+        "0.3; inconclusive at 0.4, 0.5 (an attack was stopped, was not run or does not apply). If these attacks "
+        "fail, another attack may still succeed."
     )
     header, rows = curve_table(Curves("m", [line], IMAGES, 2))
     assert header[:5] == ["curve", "beside it", "strength", "attack", "PSNR, dB"] and len(header) == 9
@@ -158,8 +161,8 @@ def test_words_are_counted_where_not_all_sentences_came_back() -> None:
     points = [point("fp32", 1.0, 1.0), point("fp16", 0.5, 0.75), point("int8", 0.0, 0.128, whole=False)]
     said = verdict(Curves("m", [Line("precision", "sent", "type", points)], SHARES, 2))
     assert said.startswith(
-        "precision, sent: all sentences recovered exactly at fp32; words recovered: 75 % at fp16, 13 % at int8; the "
-        "attack was not finished (inconclusive) at int8."
+        "precision, sent: all sentences were recovered exactly at fp32; words recovered: 75 % at fp16, 13 % at int8; "
+        "inconclusive at int8 (an attack was stopped, was not run or does not apply)."
     )
     assert "exactly at fp32. If" in verdict(Curves("m", [Line("p", "sent", "type", points[:1])], SHARES, 2))
 

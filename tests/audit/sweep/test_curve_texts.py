@@ -102,7 +102,7 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
     points = [point for line in found.lines for point in line.points]
     assert {point.values["sentences"] < 1 for point in points if point.reason} == {True}  # why no more, where there is
-    assert "all sentences recovered exactly at" in found.summary().sentence
+    assert "all sentences were recovered exactly at" in found.summary().sentence
     # A sentence that is not whole is not hidden: what is known of its words is said too.
     lost = replace(withheld.points[-1], values={**withheld.points[-1].values, "words": 1.0, "sentences": 0.0})
     words = replace(found, lines=[replace(withheld, points=[lost])])  # no sentence, and every word

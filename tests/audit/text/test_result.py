@@ -62,7 +62,7 @@ def test_shares_and_tables() -> None:
         (
             "tokens=0.9",
             ABOVE,
-            "1 of 2 sentences above what the gate allows; most exposed: sentence 1 has tokens 1 by sentences",
+            "1 of 2 sentences exceeds what the gate allows; most exposed: sentence 1 has tokens 1 by sentences",
         ),
         ("words=0.5", ABOVE, "sentence 1 has words 1"),
         ("sentences=0.4", ABOVE, "sentence 1 has sentences 0.5"),

@@ -84,8 +84,8 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "kNN": (
         lambda kept: kept.knn,
         (
-            "classification by the five nearest neighbours of frozen features, among attacked and public images; each "
-            "image is left out in turn"
+            "the accuracy if each image is classified by its five nearest neighbours (on frozen features) among the "
+            "other attacked and public images"
         ),
     ),
     "probe": (lambda kept: kept.probe, "a linear probe on frozen features; each image is left out in turn"),

@@ -135,14 +135,18 @@ def _ended(line: Line, curves: Curves) -> str:
     ended = [point for point in attacked if point.whole]
     whole = [point.strength for point in ended if point.values[key] >= bound]
     thing = "image" if key == "exact" else "sentence"
-    kept = f"all {thing}s recovered exactly at {', '.join(whole) or 'no strength'}"
+    kept = f"no finished attack recovered all {thing}s exactly"
+    kept = f"all {thing}s were recovered exactly at {', '.join(whole)}" if whole else kept
     left = [point.strength for point in line.points if not (point.values and point.whole)]
-    cut = f"; the attack was not finished (inconclusive) at {', '.join(left)}" if left else ""
+    why = "an attack was stopped, was not run or does not apply"
+    cut = f"; inconclusive at {', '.join(left)} ({why})" if left else ""
     if "worst" not in curves.metrics:
         words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
         return f"{name} {kept}{'; words recovered: ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
-    below = f"PSNR of the most exposed image below {FAILED:g} dB at {', '.join(low) or 'no attacked strength'}"
+    below = f"the PSNR of the most exposed image is below {FAILED:g} dB at {', '.join(low)}"
+    if not low:
+        below = f"no strength with finished attacks brings the PSNR of the most exposed image below {FAILED:g} dB"
     return f"{name} {kept}; {below}{cut}."
 
 

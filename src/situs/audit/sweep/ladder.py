@@ -113,7 +113,7 @@ def curve_ladder(name: str, scale: Scale, step: Step) -> Ladder:
     if name == "noise":
         noises = [(f"{share:g}", Noise(_round(share * scale.rms)) if share else NoDefence()) for share in NOISES]
         return _ladder(
-            f"standard deviation of the noise, divided by the gradient's rms of {scale.rms:.2g}", noises, step
+            f"standard deviation of the noise, divided by the gradient's rms ({scale.rms:.2g})", noises, step
         )
     if name == "clip":
         bound = _round(scale.norm)

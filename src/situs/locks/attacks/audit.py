@@ -229,15 +229,16 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
 
 MEANING = """
 Bits left is the log2 of the number of keys that the attacker must still try. It is at most 256, the length of the key
-in bits. We assume that the attacker knows which channels its key puts in the wrong place. It must then try the possible
-orders of these channels. If most channels are right, the attacker need not try all orders: it swaps two wrong channels
-at a time, and keeps each swap that improves the model. Bits left is 0 if the attack restored the accuracy without the
-key. The accuracy is judged only if the unlocked model is better than the locked model on the test set, by more than two
-standard errors. The attacker `images` does not know the true key. It searches for the key with the highest score J. J
-measures how well the channel correlations of the locked blocks agree with the channel correlations of the embedding,
-which is not locked. If the search fails, its best key has about the same low J as the keys found by searches from
-random starts, which are shown for comparison. The bits left and the recovered share of the key do not count inner
-groups (MLP units, heads and their channels), because permuting inner groups does not change what the model computes.
+in bits. We assume that the attacker knows which channels its key puts in the wrong place. The attacker must then try
+the possible orders of these channels. If most channels are right, the attacker need not try all orders: it swaps two
+wrong channels at a time, and keeps each swap that improves the model. Bits left is 0 if the attack restored the
+accuracy without the key. The accuracy is judged only if the unlocked model is better than the locked model on the test
+set, by more than two standard errors. The attacker `images` does not know the true key. It searches for the key with
+the highest score J. J measures how well the channel correlations of the locked blocks agree with the channel
+correlations of the embedding, which is not locked. If the search fails, its best key has about the same low J as the
+keys found by searches from random starts, which are shown for comparison. The bits left and the recovered share of the
+key do not count inner groups (MLP units, heads and their channels), because permuting inner groups does not change what
+the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
