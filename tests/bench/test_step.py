@@ -127,7 +127,7 @@ def test_the_sentence_names_the_ceilings_and_who_comes_closest() -> None:
     assert said.startswith(
         "3 cases. The ceiling is the speed of large matrix products on this machine: bf16 1, fp32 2.5 "
     )
-    assert said.endswith("TFLOP/s. mp3 comes closest to this ceiling, with 50.0 %.")
+    assert said.endswith("TFLOP/s. mp3 comes closest: it reaches 50.0 % of the ceiling.")
     assert many(0.25).summary().sentence.startswith("One case. ")
     assert replace(found, ceilings={}).summary().sentence.endswith("TFLOP/s.")
     assert found.summary().numbers == (("3", "samples per second, mp3"),)  # of the largest batch

@@ -30,7 +30,7 @@ def accuracy(top1: float, majority: float, count: int = 37, only: int | None = N
         (
             accuracy(0.5, 0.4),
             None,
-            ["37 images are too few to distinguish the model from always predicting the largest class (40.00 %)"],
+            ["too few to distinguish the model from one that always predicts the largest class (40.00 %)"],
         ),
         (accuracy(0.5, 0.4, 1000), None, []),
         (accuracy(0.9, 0.4), FROZEN, ["as good as the fine-tuned model: kNN on its CLS token"]),

@@ -112,7 +112,7 @@ class StepTable(Result):
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
-        best = "" if share is None else f". {most.case.label} comes closest to this ceiling, with {percent(share)}"
+        best = "" if share is None else f". {most.case.label} comes closest: it reaches {percent(share)} of the ceiling"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
         return f"{count}. The ceiling is the speed of large matrix products on this machine: {ceilings} TFLOP/s{best}."
 

@@ -343,7 +343,7 @@ class ByClass(NamedTuple):
         if self.only is not None:
             return f"the model predicts one class, {classes[self.only]!r}, for all samples, so it distinguishes nothing"
         if low <= self.majority <= high:
-            return "the samples are too few to distinguish the model from always predicting the largest class"
+            return "the samples are too few to distinguish the model from one that always predicts the largest class"
         return "the model is worse than always predicting the largest class" if high < self.majority else ""
 
     def words(self, classes: Sequence[str], *, judged: bool = False) -> str:

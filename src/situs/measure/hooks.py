@@ -306,9 +306,9 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
         beside = f"not better than always predicting the largest class ({largest})"
         yield f"top-1 {top1} is {beside}: nothing useful was learned"
     elif low <= last.majority <= high:
-        few = f"{last.count:,} {val.source.things} are too few to distinguish the model from"
+        few = f"{last.count:,} {val.source.things} are too few to distinguish the model from one that"
         interval = f"top-1 is {top1}, with the 95 % interval {percent(low)} to {percent(high)}"
-        yield f"{interval}. {few} always predicting the largest class ({largest})"
+        yield f"{interval}. {few} always predicts the largest class ({largest})"
     if frozen is not None and frozen.top1 >= last.top1:
         how = "better than" if frozen.top1 > last.top1 else "as good as"
         text = (

@@ -95,7 +95,7 @@ def test_every_attacker_has_a_row_and_the_first_names_the_setting() -> None:
         "client sends", "accuracy", "kNN", "probe", "neighbours", "features", "attacker", "knows", "psnr",
     ]  # fmt: skip
     assert [list(row) for row in made.rows] == [
-        ["noise=1", *telling, "decoder", "the embedding, but does not undo permutations", "8.0 dB"],
+        ["noise=1", *telling, "decoder", "the embedding (this attacker does not undo permutations)", "8.0 dB"],
         ["", *[""] * 5, "order", "the embedding", "30.0 dB"],
     ]
     paper = paper_table([one])

@@ -302,7 +302,7 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
         f"the embedding before fine-tuning and, under noise, {SENDINGS} uploads of each sample",
     ),
     "no-embedding": (no_embedding, f"nothing except {OFTEN}"),
-    "decoder": (decoder, "the embedding, but does not undo permutations"),
+    "decoder": (decoder, "the embedding (this attacker does not undo permutations)"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
     "linkage": (linkage, f"nothing except {SENDINGS} uploads of each sample under a batch shuffle"),
     "repeats": (repeats, f"the embedding, and {SENDINGS} uploads of each sample"),

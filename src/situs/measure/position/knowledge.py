@@ -504,7 +504,8 @@ def _source(audit: PositionAudit) -> str:
         return (
             f"If the model runs without positions, the error is {content:.2f} patches (blind guess: "
             f"{last[REMOVED].blind_error:.2f}), so a linear probe fitted on {audit.probed.fitted} samples finds "
-            "no position in the content. The features know positions only from the position embeddings."
+            "no position in the content. As far as this probe shows, the features know positions only from the "
+            "position embeddings."
         )
     return (
         f"From the content alone (positions removed), a linear probe predicts positions with an error of {content:.2f} "
@@ -536,9 +537,10 @@ def _law(audit: PositionAudit) -> str:
         return f"The model's blocks are not permutation equivariant: {reason}."
     worst = max(audit.rows["errors"].values())
     because = f" ({reason})" if reason else ""
+    rotated = " and from the rotations of RoPE" * ("rotary" in audit.kinds)
     return (
-        f"The model's blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. They know "
-        "the positions of the patches only from the values of the tokens, not from their order."
+        f"The model's blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks "
+        f"know the positions of the patches only from the values of the tokens{rotated}, not from their order."
     )
 
 
