@@ -75,7 +75,7 @@ class FedAvg(Defence):
     form: ClassVar[str] = "{name} k={steps:g}, rate {lr:g}"
     about: ClassVar[str] = (
         "the client makes k steps of SGD on the same images, and sends the change of the weights divided "
-        "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
+        "by k · rate. The client thus sends the mean of k gradients (for k = 1, the gradient itself)"
     )
     known: ClassVar[str] = (
         "k. The row space of a layer's weight update contains all inputs that this layer gets during the k steps. The "

@@ -213,7 +213,7 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
         return (
             None
             if model.classes in (None, loader.classes)
-            else "the model was trained on other classes than those of the data"
+            else "the classes of the model differ from the classes of the data"
         )
     if model.multi_label:
         return "the model predicts several classes per image, but the data has one class per image"

@@ -93,7 +93,7 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
         lambda kept: kept.neighbours,
         "the fraction of the five nearest neighbours that stay the same under the defence",
     ),
-    "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
+    "features": (lambda kept: kept.cosine, "mean cosine between pooled features with and without the defence"),
 }
 """Measure of utility -> (its value, what it is), the most telling first."""
 

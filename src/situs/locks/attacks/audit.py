@@ -334,8 +334,8 @@ class LockAudit(Result):
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             sentences.append(
                 f"Weights of {self.published} are public, but this audit did not use them to attack the lock. To use "
-                f"them, call situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or set the flags "
-                "of the same names."
+                f"them, call situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or set the "
+                "flags of the same names."
             )
         return " ".join(sentences)
 

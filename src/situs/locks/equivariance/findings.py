@@ -47,8 +47,8 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, to
 INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
 COVER = (
-    "permuting these leaves the function unchanged; it makes comparing weights harder, but adds no bits to the lock's "
-    "strength"
+    "this permutation does not change what the model computes. It makes comparing weights harder, but adds no bits to "
+    "the lock's strength"
 )
 
 MEANING = """

@@ -539,8 +539,8 @@ def _law(audit: PositionAudit) -> str:
     because = f" ({reason})" if reason else ""
     rotated = " and from the rotations of RoPE" * ("rotary" in audit.kinds)
     return (
-        f"The model's blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks "
-        f"know the positions of the patches only from the values of the tokens{rotated}, not from their order."
+        f"The model's blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The "
+        f"blocks know the positions of patches only from the values of the tokens{rotated}, not from their order."
     )
 
 

@@ -27,8 +27,8 @@ IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 MEANING = """
 The top-1 error of a corruption is the mean over its severities. The raw mCE is the mean of these errors over all
 corruptions. For the AlexNet-normalised mCE, the error of each corruption is first divided by the error of AlexNet on
-ImageNet-C, so that 100 % is as bad as AlexNet. On ImageNet the AlexNet-normalised mCE is larger than the raw mCE by a
-quarter to a third, so do not compare the two numbers.
+ImageNet-C, so 100 % means an error equal to AlexNet's. On ImageNet the AlexNet-normalised mCE is larger than the raw
+mCE by a quarter to a third, so do not compare the two numbers.
 """
 
 MADE_HERE = (
