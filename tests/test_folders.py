@@ -84,7 +84,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
         return said.out, said.err
 
     out, _ = told("pretrain", "--data", str(photos), "--config", "tiny.toml", "--steps", "2", "--out", "mp3")
-    assert "my photos: 37 images of" in out and "held out" not in out  # no label is learned, and all of them are taken
+    assert "my photos: 37 images of" in out and "held" not in out  # no label is learned, and all of them are taken
     assert held_out_of("mp3") == 0
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
@@ -98,7 +98,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
             fifth = "so a fraction of 0.2 of the samples is held out, chosen by their names; held_out sets the fraction"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
-    assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"
+    assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, held-out fraction 0.2"
     told("export", "ft", "--out", "exported")
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())

@@ -72,7 +72,7 @@ def test_it_installs_itself_for_the_shell_at_hand(
     monkeypatch.setenv("SHELL", "/bin/bash")
     assert main(["--install-completion"]) == 0
     written = tmp_path / ".local/share/bash-completion/completions/situs"
-    assert capsys.readouterr().out == f"{written}: open a new bash to use it\n"
+    assert capsys.readouterr().out == f"{written}: completion is installed; open a new bash to use completion\n"
     assert "doctor" in written.read_text()
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert main(["completion"]) == 2

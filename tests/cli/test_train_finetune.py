@@ -200,8 +200,8 @@ def test_cut_images_are_counted_at_the_end_with_the_command_that_lists_all(
     trained_on, judged_on = lines[-5:-3]
     assert "and was replaced by the next readable one; the first: " in trained_on
     assert "and was skipped; the first: " in judged_on
-    assert "my images, without the 0.2 held out could not be read" in trained_on and str(cut[0]) in trained_on
-    assert "my images, the 0.2 held out could not be read" in judged_on and str(cut[1]) in judged_on
+    assert "my images, without the held-out fraction 0.2 could not be read" in trained_on and str(cut[0]) in trained_on
+    assert "my images, held-out fraction 0.2 could not be read" in judged_on and str(cut[1]) in judged_on
     assert lines[-3] == f"situs data check '{data}' lists every sample that cannot be read"
     assert main([*shlex.split(lines[-3].partition(" lists ")[0])[1:], "--workers", "0", "--out", "none"]) == 3
     listed = capsys.readouterr().out

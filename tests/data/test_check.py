@@ -71,7 +71,7 @@ def test_one_of_each_kind(zoo, workers):
     assert names(found, "odd") == ["train: a/long.png (10 × 41)", "train: a/tiny.png (4 × 4)"]
     assert names(found, "duplicate") == ["train: a/twice.png (as a/1.png)"]
     assert names(found, "same pixels") == ["train: b/other.bmp (as a/2.png)"]
-    assert names(found, "contradiction") == ["train: b/other.bmp (b; as a/2.png is a)"]
+    assert names(found, "contradiction") == ["train: b/other.bmp (label b, but a/2.png has the label a)"]
     assert names(found, "leak") == ["val: b/seen.bmp (as a/3.png)"]
     assert [each.name for each in found.issues["broken"]] == ["a/broken.jpg", "a/none.png"]
     assert "cannot be decoded" in found.issues["broken"][0].what
@@ -285,8 +285,8 @@ def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     assert found.classes == {"x": 3, "y": 4}
     assert "2 classes, from 3 images (x) to 4 (y)" in found.summary().notes
     assert [(each.name, each.what) for each in found.issues["contradiction"]] == [
-        ("b.png", "not x; as a.png is the opposite"),
-        ("g.png", "x; as f.png is the opposite"),
+        ("b.png", "not x; a.png has the opposite labels"),
+        ("g.png", "x; f.png has the opposite labels"),
     ]
     assert found.counts["duplicate"] == 4  # of c and d one label is unknown, which is no contradiction
     without = check(tmp_path, workers=0)

@@ -65,7 +65,7 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     assert names(judged).isdisjoint(names(trained))
     assert names(judged) == names(make_eval_loader(load_run(run).config))
     assert names(load_set(subject, flat, split="val", batch=8)) == names(judged)  # the data named anew
-    assert judged.source.name == "flat, the 0.25 held out"
+    assert judged.source.name == "flat, held-out fraction 0.25"
     bank, test = load_bank(subject, batch=8)
     assert (names(bank), names(test)) == (names(trained), names(judged))
     assert len(load_set(subject, held_out=0.0).source) == 40
@@ -179,7 +179,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
         assert "--held-out" in capsys.readouterr().err
     assert main([*words, "--held-out", "0.4"]) == 0
     said = capsys.readouterr()
-    assert "flat, the 0.4 held out" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
+    assert "flat, held-out fraction 0.4" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
     assert "situs: flat: left out 1 (not images, by their names: .txt 1)" in said.err
 
 

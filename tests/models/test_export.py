@@ -127,9 +127,9 @@ def test_the_card_of_a_graph_says_how_it_is_called(scale: dict[str, Any], method
     card = export._card(about, "clips").splitlines()
     title, trained = "# tiny", "" if method is None else ", trained with mp3"
     assert f"{title}{trained}, as an ONNX graph" in card
-    how = "by mean [0.5] and deviation [0.25]" if scale else "as in model.json"
+    how = "by mean [0.5] and standard deviation [0.25]" if scale else "as in model.json"
     assert f"- Input `images`: float32, any number of clips of 1 × 8 × 12, normalised {how}" in card
-    assert card[card.index("- Classes and preparation: model.json") + 1 :][:2] == ["- One.", "- Two."]
+    assert card[card.index("- Classes and preprocessing: see model.json") + 1 :][:2] == ["- One.", "- Two."]
     assert 'images = np.zeros([2, 1, 8, 12], dtype="float32")  # yours, normalised' in card
     assert 'pooled = session.run(None, {"images": images})[0]' in card
 

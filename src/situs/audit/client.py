@@ -37,7 +37,7 @@ class StepConfig(Checked):
     """Settings of audits on images or texts: number of samples, batch and gate."""
 
     count: Count | None = None
-    """Number of samples to attack, in whole batches from the start of the data. Default: 12."""
+    """Number of samples to attack, from the start of the data: a multiple of the batch. Default: 12."""
 
     classes: Count | None = None
     """Number of classes of a new classifier. Default: 1000 for images, 2 for sentences."""
@@ -47,7 +47,7 @@ class StepConfig(Checked):
 
     fail_above: str | None = None
     """Gate. blind: fail if a sample is recovered better than by a blind guess. psnr=20 (images) or tokens=0.2 (texts):
-    also fail above this limit. Exit status: 0 (passed), 3 (failed), 4 (inconclusive)."""
+    also fail if a sample is above this limit. Exit status: 0 (passed), 3 (failed), 4 (inconclusive)."""
 
     seed: int = 0
     """Random seed of new weights, masked words and noise."""

@@ -67,7 +67,7 @@ class AuditConfig(StepConfig):
     """Split of the data: train, val or test. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """For --attacks matching: known (the attacker knows the labels) or inferred (from gradients)."""
+    """For --attacks matching: the attacker knows the labels (known), or infers them from the gradients (inferred)."""
 
     distance: Literal["l2", "cosine"] = "l2"
     """For --attacks matching: distance between two gradients."""

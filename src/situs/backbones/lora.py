@@ -59,12 +59,11 @@ def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]
     layer_names = sorted({name.rsplit(".", 1)[-1] for name in able})
     for target in targets:
         if not any(_named(target, name, role.part) for name, role in able.items()):
-            known = (
-                ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names]))
-                if able
-                else "none, because its blocks have no matrices"
-            )
-            raise SitusError(field="tuning.targets", value=target, allowed=f"of {backbone.name} one of: {known}")
+            if not able:
+                reason = f"{backbone.name} has no layers for LoRA, because its blocks have no matrices"
+                raise SitusError(f"tuning.targets={target!r}: {reason}", field="tuning.targets")
+            known = ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names]))
+            raise SitusError(field="tuning.targets", value=target, allowed=f"one of the layers {known}")
     chosen = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]
     for name in chosen:
         layer = layers[name]

@@ -178,9 +178,9 @@ class Gradients(GateArgs, AuditConfig):
     --server active, the default is all attacks that craft weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient and, if the run
-    used DP-SGD, its DP-SGD; with --fail-above, only for this DP-SGD or, without DP-SGD, "none"; with --upload, for
-    "none". A run trained with MJP shuffles patches even with "none"."""
+    """Defences, comma-separated, such as noise=1e-4. "auto" stands for none,noise,clip,no-pe-gradient. If the run used
+    DP-SGD, "auto" also adds this DP-SGD. With --fail-above, "auto" is only this DP-SGD, or "none" without DP-SGD. With
+    --upload, "auto" is "none". A run trained with MJP shuffles patches even with "none"."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of Table 5 in MJP's paper. a: attack the original image, and compare the result with the original. b:
@@ -301,7 +301,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Attacks, comma-separated. A curve shows the best attack at each strength of the defence."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences of fixed strength, comma-separated. Each combination with a defence in --over gets a curve.
+    """Further defences of fixed strength, comma-separated. Each of them gets one curve per defence in --over.
     "auto" stands for none,no-pe-gradient."""
 
     count: Count | None = None
@@ -416,17 +416,17 @@ class Split(ImageArgs):
     "curve" stands for each defence at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
-    """Test each defence also with permuted tokens (rows) or channels (columns), or with both if both are named."""
+    """Test each defence also with permuted tokens (rows) or channels (columns), or with both if you give both."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(SPLIT_ATTACKS)
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. For images, the attack old-embedding uses its embedding. For texts, the attacker
-    knows the whole model."""
+    """The model before fine-tuning. For images, the attack old-embedding uses this model's embedding. For texts, the
+    attacker knows the whole model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """The attacker has this many other images (or texts) of the same data set. Default for texts: 200."""
+    """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Depths to attack, comma-separated. A depth is the number of blocks that run on the client, "half" (half of all
@@ -500,8 +500,8 @@ class Lock:
     """The locked folder (the output of situs lock)."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
-    """Attacks, named after what the attacker has, comma-separated (base: the original model): no-base, images,
-    activations, public-base, drifted-base, labels. Default: no-base. With --images or --texts, the default is
+    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. The names say what the
+    attacker has (base: the original model). Default: no-base. With --images or --texts, the default is
     "no-base,images". With --base, public-base is added to the default."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None

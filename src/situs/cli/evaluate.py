@@ -99,8 +99,8 @@ class Features(DataArgs):
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The output file: .safetensors, .npz or .npy. A second file, with .names.csv in place of this extension, contains
-    the image name of each row."""
+    """The output file: .safetensors, .npz or .npy. If the images have names, a second file (extension .names.csv) lists
+    the name and the class of each row."""
 
     split: str = "train"
     """train, val, test or all."""
@@ -363,8 +363,8 @@ class Robustness(MeasureArgs):
     k most confident predictions, averaged over k). The model chooses only among the classes in the folder."""
 
     imagenet_o: _Folder = None
-    """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR for telling these images
-    from in-distribution images."""
+    """Folder of out-of-distribution images, with paths CLASS/IMAGE. The metric is the AUPR for distinguishing these
+    images from in-distribution images."""
 
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
     """In-distribution images for the comparison with --imagenet-o. Default: the images of --data."""

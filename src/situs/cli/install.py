@@ -191,7 +191,7 @@ class Completion:
             raise SitusError("shell: cannot be detected; give bash, zsh, fish or powershell", field="shell")
         if self.install:
             path = whole_app().install_completion(shell=shell)
-            answer({"file": path}, f"{path}: open a new {shell} to use it")
+            answer({"file": path}, f"{path}: completion is installed; open a new {shell} to use completion")
             return
         print(whole_app().generate_completion(prog_name="situs", shell=shell))
 

@@ -66,13 +66,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "split certs": ("situs.cli.keys:Certs", "temporary certificates, to try out split learning"),
         "split serve": ("situs.cli.split:Serve", "serve a model's blocks to clients that keep their data"),
         "split train": ("situs.cli.split:Train", "train with a server's blocks; your data stays here"),
-        "split infer": ("situs.cli.split:Infer", "accuracy or text of a split run, with its server"),
+        "split infer": ("situs.cli.split:Infer", "measure accuracy, or generate text, through the server"),
         "split merge": ("situs.cli.split:Merge", "join the client's and the server's part into one run"),
     },
     "Study": {
         "study run": ("situs.cli.study:Run", "reproduce a paper's table or figure"),
         "study show": ("situs.cli.study:Show", "the table of a study, or a list of all studies"),
-        "bench": ("situs.cli.bench:Bench", "time and memory of a training step; compare two tables"),
+        "bench": ("situs.cli.bench:Bench", "time and memory of a training step; compare two results"),
     },
 }
 """heading -> verb -> (module:class, one line). A verb may have two words: "evaluate accuracy"."""

@@ -64,7 +64,7 @@ FLAGS = {
         **_PRINTED,
     },
     "split serve": {"--largest-batch": "the limit is now fixed: 1,024 samples per message"},
-    "evaluate probe": {"--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1"},
+    "evaluate probe": {"--weight-decays": "Situs now chooses the weight decay between 1e-5 and 1e-1"},
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
     "export": dict.fromkeys(("--push", "--public"), "use hf upload OWNER/NAME FOLDER; a new repository may be public"),
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},

@@ -116,7 +116,7 @@ class Serve(Recipe, WireArgs):
     }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the trainings. Unfinished trainings in this folder continue."""
+    """Folder for the trainings. The server continues unfinished trainings in this folder."""
 
     listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:7443"
     """Address of the server. With port 0, the server chooses a free port and prints this port."""
@@ -405,6 +405,6 @@ class Merge:
         exported = new_sibling(self.out, "exported")
         answer(
             {"run": self.out, "steps": step},
-            f"{self.out}: the whole run after {counted(step, 'steps')}",
+            f"{self.out}: contains the joined run after {counted(step, 'steps')}",
             next_line(["evaluate", "accuracy", self.out], ["export", self.out, "--out", exported]),
         )

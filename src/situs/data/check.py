@@ -405,7 +405,7 @@ class _Collector:
             equal = exact[number] >= 0
             same = f"as {printable(source.key(int(exact[number] if equal else first[number])))}"
             self.add_image("duplicate" if equal else "same pixels", split, source, number, same)
-            if labels := _contradiction(source, rows, number, int(first[number]), same):
+            if labels := _contradiction(source, rows, number, int(first[number])):
                 self.add_image("contradiction", split, source, number, labels)
 
     def _add_leaks(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
@@ -442,13 +442,13 @@ def _first_equal(digests: np.ndarray, usable: np.ndarray) -> np.ndarray:
     return np.where(first == np.arange(len(digests)), -1, first)
 
 
-def _contradiction(source: Source, rows: np.ndarray, number: int, earlier: int, same: str) -> str:
+def _contradiction(source: Source, rows: np.ndarray, number: int, earlier: int) -> str:
     """The labels of two images with the same pixels; empty where they agree, or where one is unknown."""
-    classes = source.classes or ()
+    classes, twin = source.classes or (), printable(source.key(earlier))
     if not source.multi_label:
         label, other = int(rows["label"][number]), int(rows["label"][earlier])
-        return "" if label == other else f"{classes[label]}; {same} is {classes[other]}"
+        return "" if label == other else f"label {classes[label]}, but {twin} has the label {classes[other]}"
     labels, others = rows["labels"][number], rows["labels"][earlier]
     differ = np.flatnonzero((labels != others) & (labels >= 0) & (others >= 0)).tolist()
     listed = [f"{'' if labels[index] else 'not '}{classes[index]}" for index in differ[:_SHOWN]]
-    return f"{', '.join(listed)}; {same} is the opposite" if listed else ""
+    return f"{', '.join(listed)}; {twin} has the opposite labels" if listed else ""

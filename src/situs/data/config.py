@@ -51,16 +51,16 @@ class DataConfig(_Tables):
     """Split: train, val or test. By default, training uses train (if the data has splits), and evaluation uses val."""
 
     multi_label: bool = False
-    """Samples may have several classes. The classes come from a table among the files, or from a list or 0/1 columns in
-    parquet. By default, a sample has one class."""
+    """Samples may have several classes. The classes come from a table among the files. In parquet, they come from a
+    column of lists or from columns of 0 and 1. By default, a sample has one class."""
 
     target: Target = "class"
-    """Kind of labels. Of an image: class, mask (a class per pixel) or objects. Of a sentence: class, or words (for a
+    """Kind of labels. For images: class, mask (a class per pixel) or objects. For sentences: class, or words (for a
     language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Fraction of the samples that are held out for evaluation, if the data has neither val nor test. The choice
-    depends on file names (and, for rare classes, on labels), so new samples rarely change it. Default: a fifth if the
+    """For data without a val or test split: fraction of the samples that is held out for evaluation. The choice depends
+    on file names (and, for rare classes, on labels). It rarely changes when samples are added. Default: a fifth if the
     method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
@@ -78,8 +78,8 @@ class DataConfig(_Tables):
     """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all samples."""
 
     balanced: bool = False
-    """Draw every class equally often. Samples of small classes repeat within an epoch, with new augmentation. An epoch
-    uses only a part of a large class, and each epoch another part."""
+    """Draw every class equally often. Samples of small classes repeat within an epoch, with new augmentation. Each
+    epoch uses only a random part of a large class."""
 
     batch: Count | None = None
     """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the

@@ -246,7 +246,7 @@ def with_order(
         lengths = pipeline.lengths()
         if lengths is None:
             return plan, ""
-        return replace(plan, order=LengthBuckets(lengths, plan.batch)), ", similar lengths together"
+        return replace(plan, order=LengthBuckets(lengths, plan.batch)), ", in batches of similar length"
     blocks = source.blocks()
     if config.order == "blocks" and blocks is None:
         raise SitusError(field="order", value="blocks", allowed=f"exact, because {source.name} is not read in blocks")

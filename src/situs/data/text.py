@@ -38,7 +38,7 @@ class TextConfig(Checked):
 
     unlabelled: bool = False
     """Read only sentences, without labels, from tables or plain text (one sentence per line). Long sentences are
-    divided into pieces of text.longest tokens. Methods that learn from sentences without labels turn this on."""
+    divided into pieces of text.longest tokens. Methods that learn from sentences without labels set this field."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):

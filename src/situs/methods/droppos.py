@@ -60,9 +60,9 @@ class DropPosConfig(Checked):
     """σ_T: width of the smoothed target at the end of training. σ falls linearly from σ_0 to σ_T."""
 
     affinity: Literal["full", "visible"] | None = "full"
-    """Features for the attentive weights. full (as in the paper): features of a second forward pass without gradient,
-    over all patches with positions. This nearly doubles the cost. visible: features of the same forward pass, at no
-    cost. none: no attentive weights (τ = ∞)."""
+    """Features that determine the attentive weights of the loss. full (as in the paper): features of a second forward
+    pass without gradient, over all patches with positions. This nearly doubles the cost. visible: features of the same
+    forward pass, at no cost. none: no attentive weights (τ = ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""

@@ -122,7 +122,7 @@ class MJPConfig(Checked):
     retired: ClassVar = RETIRED["mjp"]
 
     mask_ratio: Share = 0.03
-    """γ: fraction of shuffled patches. Paper: .03 for accuracy, up to .27 for consistency."""
+    """γ: fraction of shuffled patches. The paper uses .03 for accuracy, and up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
     """What is shuffled. jigsaw: the masked patches, among themselves (JP). spp: all patches, and the pixels within
@@ -140,7 +140,8 @@ class MJPConfig(Checked):
     table."""
 
     dal: DalKind = "nonlinear"
-    """Regressor of DAL: pca (without weights), linear (LN) or nonlinear (NLN). none: no DAL."""
+    """Regressor of the loss DAL. It predicts a patch's row and column from its position embedding. pca (without
+    weights), linear (LN) or nonlinear (NLN). none: no DAL."""
 
     dal_weight: NotNegative = 0.01
     """λ: weight of the DAL loss."""

@@ -141,7 +141,7 @@ class SegmentationConfig(Checked):
     """Number of channels of the auxiliary head."""
 
     norm: Norm = "group"
-    """Normalisation in the decoder. group: over groups of a sample's channels; ranks and micro-batches change nothing.
+    """Normalisation in the decoder. group: over groups of a sample's channels, independent of ranks and micro-batches.
     batch: over the samples of a (micro-)step on all ranks, as published (SyncBN)."""
 
     dropout: Annotated[float, Within("[0, 1)")] = 0.1

@@ -278,8 +278,11 @@ def _card(about: dict[str, Any], things: str) -> str:
     spec, out = about["input"], about["output"]["name"]
     method = f", trained with {about['method']}" if about["method"] else ""
     shape = " × ".join(map(str, spec["shape"][1:]))
-    normalised = f"by mean {spec['mean']} and deviation {spec['std']}" if "mean" in spec else "as in model.json"
+    normalised = "as in model.json"
+    if "mean" in spec:
+        normalised = f"by mean {spec['mean']} and standard deviation {spec['std']}"
     form = ", ".join(map(str, spec["shape"][1:]))
+    protected = "".join(f"\n- {sentence}" for sentence in about.get("protected", ()))
     return f"""---
 library_name: onnx
 tags:
@@ -291,7 +294,7 @@ tags:
 
 - Input `{INPUT}`: float32, any number of {things} of {shape}, normalised {normalised}
 - Output `{out}`: {_WHAT[out]}
-- Classes and preparation: model.json{"".join(f"{chr(10)}- {sentence}" for sentence in about.get("protected", ()))}
+- Classes and preprocessing: see model.json{protected}
 
 ```python
 import numpy as np

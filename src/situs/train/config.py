@@ -21,8 +21,8 @@ class TrainConfig(Checked):
     """Length and precision of a run, its distribution over ranks, and how often it logs and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; with none, only `max_steps` sets the length. If you set only `epochs`, it overrides the
-    `max_steps` of a preset, a config file or a resumed run."""
+    """Number of passes over the data; with "none", only `max_steps` sets the length. If you set only `epochs`, it
+    overrides the `max_steps` of a preset, a config file or a resumed run."""
 
     max_steps: Count | None = None
     """Number of updates; if you set only `max_steps`, it overrides `epochs`. If you set both, the run and its schedule

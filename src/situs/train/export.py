@@ -30,7 +30,7 @@ from situs.backbones.base import Backbone
 from situs.config import to_dict
 from situs.data.preparation import Preparation
 from situs.data.tokeniser import FILES, Tokeniser, tokeniser_files
-from situs.errors import SitusError
+from situs.errors import SitusError, verb
 from situs.files import read_json, write_text
 from situs.methods import classifies
 from situs.methods.base import Method
@@ -179,8 +179,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     if erased := [kind for kind in kinds if kind not in remaining]:
         notes.append(
             "The model was trained without positions. Its "
-            f"{' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
-            f"so the entries of the {'words' if sentences else 'patches'} are zero here"
+            f"{' and '.join(map(_WORDS.__getitem__, erased))} {verb(len(erased), 'were')} not trained, "
+            f"so the entries of the {'words' if sentences else 'patches'} are zero in this export"
             f"{'' if remaining else ', and the forward pass of the library gives the trained features'}. "
             f"{_GIVE_WORDS if sentences else _GIVE}"
         )
@@ -369,7 +369,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
     ]
     if provenance.metrics:
         rows = [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in provenance.metrics.items()]
-        parts += ["## Last numbers of its log", "\n".join(["| what | value |", "|---|---|", *rows])]
+        parts += ["## Last logged values up to this checkpoint", "\n".join(["| metric | value |", "|---|---|", *rows])]
     if provenance.recipe:
         recipe = json.dumps(public(provenance.recipe), indent=2, ensure_ascii=False)
         parts += ["## Recipe", f"Situs {__version__}, with this config:", f"```json\n{recipe}\n```"]
@@ -398,7 +398,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(
-        f"- Weights: {'the moving average (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
+        f"- Weights: {'the moving average (EMA) of' if provenance.ema else 'those of'} the exported checkpoint"
     )
     return "\n".join([*facts, *(f"- {sentence}" for sentence in provenance.protected)])
 

@@ -74,8 +74,8 @@ class DpConfig(Checked):
     """ε of the (ε, δ) guarantee for the whole run. The noise is computed from ε."""
 
     noise: Positive | None = None
-    """Noise multiplier, to be set instead of epsilon: the standard deviation of the noise on the sum of gradients, in
-    units of `clip`."""
+    """Noise multiplier: the standard deviation of the noise on the sum of gradients, in units of `clip`. Set either
+    noise or epsilon."""
 
     clip: Positive = 1.0
     """Clip the gradient of each sample to this norm, over all trained weights."""
@@ -403,8 +403,8 @@ class Private:
         spent = epsilon_of(noise, rate, total, dp.delta)
         sentence = (
             f"DP-SGD: a step draws each of {count:,} samples with probability {rate:.3g}, clips gradients to "
-            f"{dp.clip:g} and adds noise of deviation {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} "
-            f"after {counted(total, 'steps')}. {NOT_COVERED}"
+            f"{dp.clip:g} and adds noise of standard deviation {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at "
+            f"δ = {dp.delta:g} after {counted(total, 'steps')}. {NOT_COVERED}"
         )
         return noise, rate, sentence
 
@@ -445,7 +445,7 @@ def private_of(config: DpConfig, method: str, augment: AugmentConfig) -> Private
         raise SitusError(field=("method", "dp"), value=method, allowed="supervised with dp")
     for name in ("mixup", "cutmix"):
         if getattr(augment, name):
-            allowed = "0 with dp, because a mixed sample has no gradient of one sample alone"
+            allowed = "0 with dp, because the gradient of a mixed sample depends on two samples"
             raise SitusError(field=(f"augment.{name}", "dp"), value=getattr(augment, name), allowed=allowed)
     if augment.repeated > 1:
         allowed = "1 with dp, because the copies of a repeated sample would be clipped separately"

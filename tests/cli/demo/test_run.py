@@ -216,7 +216,7 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
     assert "Skipped: needs cryptography" in html.unescape(here.page.render())
     demo._finish(here, [found], 3.0)
-    assert "Skipped, because an extra is missing: 1." in here.page.render()
+    assert "Findings skipped because an extra is missing: 1." in here.page.render()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

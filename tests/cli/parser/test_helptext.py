@@ -33,7 +33,7 @@ def test_flags_of_a_group_are_listed_by_their_ends(monkeypatch: pytest.MonkeyPat
     chosen = flags("--train.seed", "--train.precision", "--train.epochs", "--data.mean", "--data.std")
     first, second, *lines = other_flags(chosen, ["train", "data", "x"], "situs pretrain", presets=True).splitlines()
     assert f"{first} {second}" == (
-        "More flags: situs pretrain --help GROUP explains one of these groups; --help all explains every flag. --help "
+        "More flags: situs pretrain --help GROUP explains one group, and --help all explains every flag. --help "
         "presets lists the presets."
     ) or lines[0].endswith("presets.")
     assert lines[-3:] == [

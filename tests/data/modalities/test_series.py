@@ -384,7 +384,7 @@ def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:
         make_loader(data, AugmentConfig(mixup=0.8))
     with pytest.raises(SitusError, match=r"crop_share=0\.5: does not apply to recordings"):
         DataConfig(kind="series", crop_share=0.5)
-    with pytest.raises(SitusError, match=r"as a window has steps \(1,STEPS\)"):
+    with pytest.raises(SitusError, match=r"\(1,STEPS\): one row, and one column per step"):
         DataConfig(kind="series", img_size=(2, 40))
 
 

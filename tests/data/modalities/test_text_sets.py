@@ -90,7 +90,7 @@ def test_longer_sentences_are_cut_as_transformers_cuts_them_and_it_is_said(token
     wanted = own([text for text, _ in lines(30)], truncation=True, max_length=6)["input_ids"]
     assert [source.read(index)["ids"].tolist() for index in range(30)] == wanted
     long = sum(len(text.split()) > 4 for text, _ in lines(30))
-    assert 0 < long < 30 and source.notes == [f"a: {long} of 30 sentences were cut at 6 ids (text.longest)"]
+    assert 0 < long < 30 and source.notes == [f"a: {long} of 30 sentences were cut at 6 tokens (text.longest)"]
     assert read(path, tokeniser, longest=14).notes == []
 
 
@@ -107,7 +107,7 @@ def test_pairs_are_what_transformers_makes_of_two_sentences(longest: int, tokeni
     assert [each["label"] for each in found] == [row["label"] for row in rows]
     assert [source.length(index) for index in range(30)] == [len(each) for each in told["input_ids"]]
     long = sum(len(f"{row['a']} {row['b']}".split()) > longest - 3 for row in rows)
-    assert source.notes == ([f"a: {long} of 30 pairs were cut at 9 ids (text.longest)"] if longest == 9 else [])
+    assert source.notes == ([f"a: {long} of 30 pairs were cut at 9 tokens (text.longest)"] if longest == 9 else [])
     assert source.key(3) == f"{rows[3]['a']}\t{rows[3]['b']}" != source.key(4)
 
 
@@ -499,7 +499,7 @@ def test_blocks_hold_every_id_that_has_a_word_before_or_after_it(texts: list[str
     assert [source.read(index)["ids"].tolist() for index in range(len(source))] == blocks
     assert [source.length(index) for index in range(len(source))] == [len(block) for block in blocks]
     ids, many = sum(map(len, blocks)), "blocks" if len(blocks) > 1 else "block"
-    assert source.notes == [f"set: {ids} ids in {len(blocks)} {many} of {longest}"]
+    assert source.notes == [f"set: {ids} tokens in {len(blocks)} {many} of {longest}"]
 
 
 def test_too_few_words_make_no_block() -> None:

@@ -151,8 +151,8 @@ def test_a_held_out_share_is_a_partition_and_stays_when_images_come_and_go() -> 
     again = hold_out(Named(other), 0.1, test_side=True)
     assert names(again) & set(every) == names(held) & set(other)
     assert names(held) < names(hold_out(Named(every), 0.2, test_side=True))  # a greater share holds the smaller
-    assert held.name == "named, the 0.1 held out"
-    assert rest.name == "named, without the 0.1 held out"
+    assert held.name == "named, held-out fraction 0.1"
+    assert rest.name == "named, without the held-out fraction 0.1"
 
 
 class Sorted(Named):
@@ -218,7 +218,7 @@ def test_data_without_a_split_to_be_judged_on_can_hold_out_a_share(tmp_path: Pat
         open_source(flat, "holdout", held_out=0.25)
     images_at(tmp_path / "only" / "train")  # a training split alone is divided alike
     only = open_source(tmp_path / "only", "val", held_out=0.25)
-    assert (names(only), only.name) == (names(val), "only (train), the 0.25 held out")
+    assert (names(only), only.name) == (names(val), "only (train), held-out fraction 0.25")
 
 
 def test_a_split_of_the_datas_own_comes_before_a_held_out_share(tmp_path: Path) -> None:

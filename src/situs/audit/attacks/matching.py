@@ -53,12 +53,12 @@ class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Distance between the guessed and the sent gradient, as a weighted mean over parameters. l2: relative squared
-    error. cosine: cosine distance."""
+    """Distance between the gradient of the guessed images and the sent gradient, as a weighted mean over parameters.
+    l2: relative squared error. cosine: cosine distance."""
 
     iterations: Count = 1000
-    """Number of steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps. With a time
-    limit, these are ratios of the limit."""
+    """Number of steps of the optimiser. The step size is divided by 10 after 3/8, 5/8 and 7/8 of the steps, or of the
+    time limit if that is earlier."""
 
     lr: Positive = 0.1
     """Step size of the optimiser, in standard deviations of the pixels."""
@@ -67,7 +67,7 @@ class MatchingConfig(Checked):
     """Whether Adam gets only the sign of each pixel's gradient."""
 
     smooth: NotNegative = 1e-4
-    """Weight of the total variation, which prefers smooth images."""
+    """Weight of the total variation in the loss. A larger weight gives smoother images."""
 
     border: NotNegative = 1e-4
     """Weight of the squared differences of pixels across the borders of patches."""

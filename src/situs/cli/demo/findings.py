@@ -72,7 +72,7 @@ def find_places(stage: Stage) -> Finding:
         "MP3": (steps, [100 * row["position_accuracy"] for row in rows]),
         "chance": (steps, [100 / PLACES for _ in steps]),
     }
-    drawn = figures.curves(lines, "step", "patches placed right, %")
+    drawn = figures.curves(lines, "step", "correctly placed patches, %")
     section.figure(
         drawn, f"Training for {counted(stage.length.epochs, 'epochs')}. Each patch attends to half of the patches."
     )
@@ -128,9 +128,9 @@ def find_labels(stage: Stage) -> Finding:
         "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One "
         "classifier starts from weights that were pretrained to predict patch positions (with MP3), the other from "
         f"random weights. Accuracy is measured on {tests:,} test images that were not used for training. Differences "
-        f"above {2 * spread:.1f} points are significant. This is one seed."
+        f"above {2 * spread:.1f} points are significant. The result comes from one random seed."
     )
-    drawn = figures.curves(curves, "epoch", "test images classified right, %")
+    drawn = figures.curves(curves, "epoch", "correctly classified test images, %")
     section.figure(drawn, f"Fine-tuning with {labels}.")
     return stage.add(
         Finding(
@@ -166,7 +166,7 @@ def find_gradients(stage: Stage) -> Finding:
         reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("No training step was attacked.", "–", reason, reason, Section("").text(reason)))
     pairs = [audit.images[:SHOWN], outcome.shown[:SHOWN]]
-    caption = "Above: private images. Below: computed from one gradient."
+    caption = "Above: private images. Below: images that a server computed from one gradient."
     whole = outcome.to_the_byte == outcome.count
     title = (
         {
@@ -183,15 +183,15 @@ def find_gradients(stage: Stage) -> Finding:
             "images recovered byte for byte",
             f"Above: private images. Below: what a server computed from the gradient of one step, in "
             f"{took(seconds)} per image.",
-            Section("").figure(pixel_rows(pairs), caption, "Private images. Below each image is its recovery."),
-            ("How, and which defences help", section.title),
+            Section("").figure(pixel_rows(pairs), caption, "Private images. Below each image is the recovered image."),
+            ("How the attack works, and which defences help", section.title),
         )
     )
 
 
 def find_lock(stage: Stage) -> Finding:
     """A model locked with a key, and what attackers without it get."""
-    title = "A lock, and which attacker opens it"
+    title = "Which attackers open the lock"
     if gone := [package for package in ("cryptography",) if find_spec(package) is None]:
         return stage.add(left_out("A model can be locked with a key.", gone, "locks"))
     from situs.locks.key import draw_key
@@ -211,10 +211,10 @@ def find_lock(stage: Stage) -> Finding:
         "obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
-    section.text(f"With the embedding withheld: {without_embedding.verdict}")
+    section.text(f"If the owner also withholds the embedding: {without_embedding.verdict}")
     attacks = {attack.attacker: attack for attack in audit.attacks}
     best = max((attacks["images"], attacks["public-base"]), key=lambda attack: (attack.bits == 0, attack.right or 0))
-    who = "24 unlabelled images" if best.attacker == "images" else "the public model that was locked"
+    who = "24 unlabelled images" if best.attacker == "images" else "the model before fine-tuning"
     bars: dict[str, tuple[float, Tone]] = {
         "with the key": (100 * (best.owner or 0.0), "good"),
         "without": (100 * (best.before or 0.0), ""),
@@ -229,9 +229,9 @@ def find_lock(stage: Stage) -> Finding:
             f"{best.right} of {best.size}",
             "channels of the key found",
             f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the owner "
-            "also withholds the embedding, the attack `images` cannot start. Other attacks still can.",
+            "also withholds the embedding, the attack `images` cannot start. Other attacks can still start.",
             Section("").bars(bars, "%"),
-            ("Every attacker, and what is left of the lock", section.title),
+            ("The result of every attacker", section.title),
         )
     )
 
@@ -278,7 +278,7 @@ def find_order(stage: Stage) -> Finding:
             "Split learning. Above: patches in random order. Middle: the patches in the order that the server found. "
             "Below: the client's images.",
             Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
-            ("What the server knew, and the cost of noise", section.title),
+            ("What the server knew, and how to test noise", section.title),
         )
     )
 

@@ -39,7 +39,7 @@ class Demo:
     nothing."""
 
     seed: int = 0
-    """Random seed. The same seed gives the same figures, except times and secret keys."""
+    """Random seed. The same seed gives the same numbers, except for times and secret keys."""
 
     examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Do not run the demo; copy the scripts and notebooks of the tutorials to this new folder."""
@@ -100,7 +100,7 @@ def _show(args: Demo, runs: Path) -> None:
         "a model learns where patches belong": find_places,
         "accuracy with few labels": find_labels,
         "what one training step reveals": find_gradients,
-        "a lock, and which attacker opens it": find_lock,
+        "which attackers open a lock": find_lock,
         "split learning, and what its server sees": find_order,
     }
     stage, findings = Stage(args.seed, args.quick, runs), list["Finding"]()
@@ -135,7 +135,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
         "These five findings show what a transformer learns from position, and what its gradients, tokens and locked "
         "weights reveal. "
         f"They were computed on this machine in {duration}, from the images that come with Situs."
-        + (f" Skipped, because an extra is missing: {', '.join(skipped)}." if skipped else "")
+        + (f" Findings skipped because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )
     if stage.quick:
         page.notice = QUICK_NOTE

@@ -58,7 +58,7 @@ def _with_key(flag: Flag) -> Flag:
 def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str, *, presets: bool) -> str:
     """The names of the flags in groups, and how to get their help."""
     listing = " --help presets lists the presets." if presets else ""
-    topics = f"More flags: {prog} --help GROUP explains one of these groups; --help all explains every flag.{listing}"
+    topics = f"More flags: {prog} --help GROUP explains one group, and --help all explains every flag.{listing}"
     lines = textwrap.wrap(topics, _width(), **_WHOLE)
     column = max(map(len, groups)) + 4
     for group in groups:

@@ -31,7 +31,7 @@ class AugmentConfig(Checked):
 
     retired: ClassVar = {
         "magnitude": (9.0, "the strength of RandAugment is 9, as in DeiT"),
-        "magnitude_std": (0.5, "the strength of RandAugment spreads by 0.5, as in DeiT"),
+        "magnitude_std": (0.5, "the strength of RandAugment has a standard deviation of 0.5, as in DeiT"),
         "operation_probability": (0.5, "each operation of RandAugment is applied with probability 0.5, as in DeiT"),
         "erasing_area": ([0.02, 1 / 3], "a fiftieth to a third of the image is erased, as in DeiT"),
         "erasing_with": ("noise", "erased pixels become noise, as in DeiT"),
@@ -69,7 +69,8 @@ class AugmentConfig(Checked):
     nothing changes."""
 
     operations: Natural = 0
-    """RandAugment: number of operations per sample, each with strength 9 of 10. With 0, RandAugment is off."""
+    """RandAugment: number of operations drawn per sample. Each operation is applied with probability 0.5, at a strength
+    of about 9 of 10. With 0, RandAugment is off."""
 
     erasing: Share = 0.0
     """Random erasing: probability that a random rectangle of an image is filled with noise."""

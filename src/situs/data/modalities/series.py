@@ -346,7 +346,7 @@ class Series(Measured):
         if data.img_size is not None and (
             self.size(data)[0] != 1 or data.series.steps not in (None, self.size(data)[1])
         ):
-            allowed = f"one row, and as many columns as a window has steps (1,{data.series.steps or 'STEPS'})"
+            allowed = f"(1,{data.series.steps or 'STEPS'}): one row, and one column per step of a window"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
     def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:

@@ -286,7 +286,7 @@ class TextSource(Source):
             if self.ids.cut:
                 things = "sentences" if pairs is None else "pairs"
                 cut = f"{self.ids.cut:,} of {len(texts):,} {things} {verb(self.ids.cut, 'were')}"
-                self.notes.append(f"{name}: {cut} cut at {longest} ids (text.longest)")
+                self.notes.append(f"{name}: {cut} cut at {longest} tokens (text.longest)")
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -357,7 +357,7 @@ class BlockSource(Source):
             count -= 1
         last = min(len(flat), count * self.longest)
         self.ids = Ids(flat[:last], np.minimum(np.arange(1, count + 1) * self.longest, last), 0)
-        self.notes.append(f"{name}: {last:,} ids in {counted(count, 'blocks')} of {self.longest}")
+        self.notes.append(f"{name}: {last:,} tokens in {counted(count, 'blocks')} of {self.longest}")
 
     def __len__(self) -> int:
         return len(self.ids.ends)
@@ -497,7 +497,7 @@ class TextPipeline(Pipeline):
     """
 
     by_rows = False  # each batch has a width of its own
-    in_memory = "in memory as ids"
+    in_memory = "in memory as token ids"
 
     def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
@@ -594,7 +594,7 @@ class Text(Modality):
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
-        return [f"Sentences: at most {self.size(data)[1]} ids of the tokeniser in this folder"]
+        return [f"Sentences: at most {self.size(data)[1]} tokens of the tokeniser in this folder"]
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:
         """Whether it is a file of text or a folder of tables; with `multi_label` a table is one of labels."""

@@ -120,7 +120,7 @@ def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], 
     invalid = np.argwhere(known & ~np.isin(values, (-1, 0, 1)))
     if invalid.size:
         row, column = invalid[0]
-        reason = f"column {names[column]!r} contains {values[row, column]:g}; a label is 0 or 1, or -1 or 1"
+        reason = f"column {names[column]!r} contains {values[row, column]:g}; labels must be 0 and 1, or -1 and 1"
         raise DataError(f"{where(row)}: {reason}")
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():

@@ -181,7 +181,7 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
             "choose another fraction",
             field="held_out",
         )
-    side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"
+    side = f"held-out fraction {share:.3g}" if test_side else f"without the held-out fraction {share:.3g}"
     return Rows(source, rows, f"{source.name}, {side}")
 
 

@@ -54,12 +54,12 @@ class TokensConfig(Effort):
     """How long the attack searches if the linear equations have more than one solution."""
 
     seconds: float = 60.0
-    """Time limit of the search for one upload, in seconds. If a search needs far longer on this device, the attack
-    refuses and gives the reason."""
+    """Time limit of the search for one upload, in seconds. If one round of the search would take more than 4 times this
+    limit, the attack does not start, and the results give the reason."""
 
     predictor: MP3 | None = None
     """A trained MP3 run that predicts positions. The attack needs the predictions only if nothing else gives the order
-    of the patches, and combines them with the match of patch borders."""
+    of the patches. It then orders the patches by these predictions and by how well their borders match."""
 
 
 TURN = 2.0
