@@ -107,4 +107,4 @@ def test_the_script_of_the_action(flags: str, limit: str, status: int, outcome: 
     texts = [done.stdout, done.stderr, summary, *(path.read_text() for path in (tmp_path / "situs-gate").iterdir())]
     assert not any("data:image/" in text or "tensor(" in text for text in texts)
     if outcome == "above":
-        assert "5 of 5 images above" in done.stdout
+        assert "5 of 5 images exceed" in done.stdout

@@ -125,7 +125,7 @@ def test_a_toy_project_is_red_and_green(tmp_path: Path, root: Path, workers: int
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 2 passed" in done.stdout
     summary = done.stdout.partition("situs: what gradients reveal")[2]
-    assert "test_as_it_is: The gate blind is not passed" in summary and "5 of 5 images above" in summary
+    assert "test_as_it_is: The gate blind is not passed" in summary and "5 of 5 images exceed" in summary
     assert "test_with_noise: The gate psnr=20 is passed" in summary
     assert "test_too_few: The gate blind is inconclusive (not a pass)" in summary
     for log in (done.stdout, done.stderr, (tmp_path / "gate.xml").read_text()):

@@ -159,7 +159,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
             4,
             "re-identification may be chance",
         ),
-        (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
+        (["--defences", "clip=1:0"], 3, "5 of 5 images exceed"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
         (
             ["--defences", CLIP, "--batch", "2", "--count", "4"],
