@@ -15,7 +15,7 @@ from situs.cli.main import main
 def test_the_status_says_what_was_found(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data", "check", str(photographs), "--workers", "0"]
     assert main(words) == 0
-    assert "3 images: nothing odd." in capsys.readouterr().out
+    assert "3 images: no issues found." in capsys.readouterr().out
     torn, twice = photographs / "torn.png", photographs / "twice.png"
     try:
         twice.write_bytes((photographs / "0.png").read_bytes())

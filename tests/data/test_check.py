@@ -102,11 +102,11 @@ def test_a_clean_set_and_a_grey_one(tmp_path):
         write(tmp_path / f"grey/{number}.png", encoded(noise(number).convert("L")))
     clean = check(tmp_path / "clean", workers=0)
     assert sum(clean.counts.values()) == 0
-    assert clean.summary().sentence == "4 images: nothing odd."
+    assert clean.summary().sentence == "4 images: no issues found."
     assert clean.sizes == {
         f"{w}_{s}": n for w in ("least", "median", "most") for s, n in (("height", 20), ("width", 24))
     }
-    assert "height × width 20 × 24" in clean.summary().notes
+    assert "height × width: 20 × 24" in clean.summary().notes
     assert check(tmp_path / "grey", workers=0).counts["grey"] == 0
 
 
@@ -145,7 +145,7 @@ def test_what_is_just_within_a_limit_is_no_issue(tmp_path: Path) -> None:
         for word, number in (("least", 4), ("most", 101), ("median", 20))
         for side in ("height", "width")
     } | {"median_width": 24}
-    assert found.summary().notes[-1] == "height × width from 4 × 4 to 101 × 101, median 20 × 24"
+    assert found.summary().notes[-1] == "height × width: from 4 × 4 to 101 × 101, median 20 × 24"
 
 
 @pytest.mark.parametrize(("grey", "colour", "issues"), [(1, 1, 0), (2, 2, 0), (1, 2, 1), (2, 3, 2), (2, 1, 0)])

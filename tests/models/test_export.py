@@ -125,7 +125,7 @@ def test_the_card_of_a_graph_says_how_it_is_called(scale: dict[str, Any], method
         "output": {"name": "pooled"}, "protected": ["One.", "Two."],
     }  # fmt: skip
     card = export._card(about, "clips").splitlines()
-    title, trained = "# tiny", "" if method is None else ", trained with mp3"
+    title, trained = "# tiny", "" if method is None else ", trained with the method mp3"
     assert f"{title}{trained}, as an ONNX graph" in card
     how = "by mean [0.5] and standard deviation [0.25]" if scale else "as in model.json"
     assert f"- Input `images`: float32, any number of clips of 1 × 8 × 12, normalised {how}" in card

@@ -350,11 +350,11 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     write_export(method, target, ModelProvenance("one"))  # an empty folder is free
     with pytest.raises(SitusError, match="set force to replace the export"):
         write_export(method, target, ModelProvenance("two"))
-    assert "trained with one" in (target / "README.md").read_text()
+    assert "trained with the method one" in (target / "README.md").read_text()
     (tmp_path / ".x.old").mkdir()
     (tmp_path / ".x.old" / "README.md").write_text("left by a process that was killed")
     write_export(method, target, ModelProvenance("two"), force=True)
-    assert "trained with two" in (target / "README.md").read_text()
+    assert "trained with the method two" in (target / "README.md").read_text()
     other = tmp_path / "precious"
     other.mkdir()
     (other / "thesis.tex").write_text("years")
@@ -376,7 +376,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("situs.train.export._save", full)
     with pytest.raises(SitusError, match=r"could not be written: .*No space left"):
         write_export(method, target, ModelProvenance("two"), force=True)
-    assert "trained with one" in (target / "README.md").read_text()
+    assert "trained with the method one" in (target / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

@@ -173,7 +173,7 @@ def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.Ca
     ("over", "said"),
     [
         ({"method": {"name": "mp3"}}, "supervised with dp"),
-        ({"augment": {"mixup": 0.8}}, "a mixed sample has no gradient"),
+        ({"augment": {"mixup": 0.8}}, "the gradient of a mixed sample depends on two"),
         ({"augment": {"repeated": 2}}, "clipped separately"),
         ({"data": {"batch": 16}}, "at least 32"),
         ({"train": {"precision": "fp16"}}, "bf16 or fp32"),

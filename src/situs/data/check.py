@@ -204,7 +204,7 @@ class DataCheck(Result):
             if count
         ]
         total = sum(self.images.values())
-        listed = ", ".join(_counted(kind, count) for kind, count in self.counts.items() if count) or "nothing odd"
+        listed = ", ".join(_counted(kind, count) for kind, count in self.counts.items() if count) or "no issues found"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.images.items() if name)
         sentence = f"{counted(total, 'images')}{f' ({parts})' if parts else ''}: {listed}."
         notes = [f"{kind}: {KINDS[kind]}" for kind, count in self.counts.items() if count]
@@ -213,7 +213,7 @@ class DataCheck(Result):
                 f"{self.sizes[f'{word}_height']} × {self.sizes[f'{word}_width']}"
                 for word in ("least", "most", "median")
             )
-            notes.append(f"height × width {least if least == most else f'from {least} to {most}, median {median}'}")
+            notes.append(f"height × width: {least if least == most else f'from {least} to {most}, median {median}'}")
         if self.classes:
             few, many = (choose(self.classes, key=self.classes.__getitem__) for choose in (min, max))
             images, most = counted(self.classes[few], "images"), self.classes[many]

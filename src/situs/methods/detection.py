@@ -1,4 +1,4 @@
-"""Detection with Mask R-CNN over ViTDet's simple feature pyramid (Li et al., 2022), as DropPos is evaluated on COCO.
+"""Detection with Mask R-CNN over ViTDet's simple feature pyramid (Li et al., 2022): DropPos's evaluation on COCO.
 
 The last layer's map of a plain ViT at five strides, or the stages of a hierarchical model, give proposals, and each
 proposal a class, a box and a mask: torchvision's parts (`situs.methods.regions`) with ViTDet's heads. Deviations:

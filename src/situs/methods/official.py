@@ -1,4 +1,4 @@
-"""DropPos and MJP as in their published code, where it differs from their papers.
+"""DropPos and MJP as in their published code, which differs from their papers.
 
 Two errors of DropPos's code are not repeated: the mask token is never repeated for the batch's count, and accuracy is
 plain top-1. MJP's code has its Swin targets off by one; ours are not.

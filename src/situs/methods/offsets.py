@@ -1,4 +1,4 @@
-"""MP3 for running text: the distance between two tokens instead of the position of each.
+"""MP3 for running text: predicting the distance between two tokens, not the position of each token.
 
 Running text is cut anywhere, so a position in a piece of it has no meaning. Each token is paired with the next one in
 MP3's random order, and their signed distance is classified, up to W positions either way.

@@ -1,4 +1,4 @@
-"""PART: relative positions of patches cut off the grid (Ayoughi et al., 2025, arXiv 2506.03682).
+"""PART: predicting the offset between two patches cut at random places (Ayoughi et al., 2025, arXiv 2506.03682).
 
 Cut N patches at continuous places of the input, overlapping as they fall. Give the encoder no positions. For random
 pairs of patches a small head answers how far the second lies from the first, and how much larger it is.

@@ -1,4 +1,4 @@
-"""Segmentation with UperNet over a transformer's depths, as MAE, BEiT and Swin are evaluated on ADE20K.
+"""Segmentation with UperNet on features of several layers: the evaluation of MAE, BEiT and Swin on ADE20K.
 
 Four depths of a plain ViT at four sizes (× 4, × 2, 1, ½), or the stages of a hierarchical model, give a class for every
 place of the input; an auxiliary head on the third learns the same beside it. UperNet (Xiao et al., 2018) joins the maps

@@ -1,4 +1,4 @@
-"""Supervised classification: the baseline, and what fine-tuning runs.
+"""Supervised classification: the baseline, and the method of fine-tuning.
 
 The backbone's own forward and head; labels may be hard or, after MixUp and CutMix, soft. Cross entropy where a sample
 has one class; binary cross entropy of each class where it has any number of them.

@@ -276,7 +276,7 @@ def _about(model: Model, features: str, shape: tuple[int, ...], out: list[int]) 
 
 def _card(about: dict[str, Any], things: str) -> str:
     spec, out = about["input"], about["output"]["name"]
-    method = f", trained with {about['method']}" if about["method"] else ""
+    method = f", trained with the method {about['method']}" if about["method"] else ""
     shape = " × ".join(map(str, spec["shape"][1:]))
     normalised = "as in model.json"
     if "mean" in spec:

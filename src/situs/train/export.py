@@ -361,7 +361,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
     library, architecture = backbone.source["library"], backbone.source["architecture"]
     parts = [
         f"---\nlibrary_name: {library}\n{_task(provenance)}tags:\n- situs\n- {provenance.method}\n---",
-        f"# {architecture}, trained with {provenance.method}",
+        f"# {architecture}, trained with the method {provenance.method}",
         _what(backbone, provenance),
         *notes,
         "## Loading it",

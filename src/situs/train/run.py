@@ -240,14 +240,15 @@ class Rehearsal:
         """For people."""
         shape = " × ".join(map(str, self.batch))
         count = f"{self.steps / self.steps_per_epoch:.4g}"
-        epochs = f"{count} epoch{'s' * (count != '1')} of {self.steps_per_epoch:,}"
+        epochs = f"{count} epoch{'s' * (count != '1')} of {counted(self.steps_per_epoch, 'steps')}"
         memory = f"{self.state_gib:.2g} GiB"
         done = f"; {self.begins_at:,} {verb(self.begins_at, 'are')} already done" if self.begins_at else ""
         return [
             *self.notes,
-            f"a batch: {shape}; the loss of {min(TRIED, self.batch[0])} of its samples is {self.loss:.4g}",
-            f"{self.parameters:,} parameters, {self.trained:,} trained: {memory} with gradients and Adam's moments",
-            f"{counted(self.steps, 'steps')}, {epochs}{done}",
+            f"a batch has the shape {shape}; the loss of {min(TRIED, self.batch[0])} of its samples is {self.loss:.4g}",
+            f"trained parameters: {self.trained:,} of {self.parameters:,}",
+            f"weights, gradients and Adam's moments need {memory}",
+            f"{counted(self.steps, 'steps')}: {epochs}{done}",
             "nothing was written: this was a dry run"
             if self.cached is None
             else f"this was a dry run: no run was written; the fetched shards stay in {self.cached}",
