@@ -48,8 +48,8 @@ class Lock(ShapeArgs):
     model is useless without the key.
 
     The patch or token embedding, the position embedding, the final norm and the head are not permuted, so the lock does
-    not hide them. With --withhold embedding, all that comes before the blocks is left out of the locked folder. With
-    the key, situs unlock restores the original files bit for bit. Configs, tokenisers, README and licence are copied.
+    not hide them. With --withhold embedding, everything before the blocks is left out of the locked folder. With the
+    key, situs unlock restores the original files bit for bit. Configs, tokenisers, README and licence are copied.
     Other files are not copied, and the output lists their names. A lock is obfuscation, not encryption: situs audit
     lock measures how much security remains.
 

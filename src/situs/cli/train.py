@@ -131,9 +131,9 @@ def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Training):
-    """Fine-tune a pretrained model to predict classes, masks, objects or words. Backbone and image size come from it.
-    The log shows top-1 accuracy (multi-label: mAP, masks: mIoU, objects: AP, words: perplexity) on the validation
-    split.
+    """Fine-tune a pretrained model to predict classes, masks, objects or words. The backbone and the image
+    size are those of the pretrained model. The log shows top-1 accuracy (multi-label: mAP, masks: mIoU, objects: AP,
+    words: perplexity) on the validation split.
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
     """

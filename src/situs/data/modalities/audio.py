@@ -502,7 +502,7 @@ class Audio(Measured):
         features = "MFCCs" if clip.kind == "mfcc" else "log-mels"
         return [
             f"Clips: {clip.seconds:g} s at {clip.rate:,} samples per second",
-            f"Features: {width} {features} per frame, {frames} frames, [1, {width}, {frames}]",
+            f"Features: {width} {features} per frame, {frames} frames, input shape [1, {width}, {frames}]",
             "Each feature is normalised by its mean and standard deviation (situs.audio in config.json)",
         ]
 

@@ -375,7 +375,7 @@ class Series(Measured):
         assert data is not None
         scale = "those of the window" if data.series.scale == "each" else "those under situs.series in config.json"
         return [
-            f"Recordings: {channels} × {self.size(data)[1]} steps, [{channels}, 1, {self.size(data)[1]}]",
+            f"Recordings: {channels} × {self.size(data)[1]} steps, input shape [{channels}, 1, {self.size(data)[1]}]",
             f"Each channel is normalised by its mean and standard deviation: {scale}",
         ]
 
