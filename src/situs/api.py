@@ -528,7 +528,7 @@ def layered(
     """
     if run is not None:
         if preset or file:
-            reason = f"resume={run}: give no preset and no file, because a resumed run keeps its config"
+            reason = f"resume={run}: give no preset and no config file, because a resumed run keeps its config"
             raise SitusError(reason, field=("resume", "preset", "config"))
         from situs.train.checkpoint import read_config
 

@@ -262,7 +262,7 @@ def test_classes_of_data_are_those_of_the_classifier(
 
 def test_sentences_are_refused_for_a_model_of_images(run: Path, tmp_path: Path) -> None:
     (tmp_path / "reviews.csv").write_text("sentence,label\na good film,1\na bad film,0\n")
-    with pytest.raises(SitusError, match=r"reviews\.csv: holds sentences, and mp3 takes images$") as error:
+    with pytest.raises(SitusError, match=r"reviews\.csv: contains sentences, but mp3 takes images$") as error:
         load_set(open_model(run), tmp_path / "reviews.csv")
     assert error.value.field == "data"
 

@@ -172,8 +172,8 @@ def load_any(
 def check_kind(model: Model, config: DataConfig) -> None:
     """Refuses sentences for a model of images, before a setting of images is blamed."""
     if config.kind is None and KINDS[kind := kind_of(config)].ids and not model.samples.modality.ids:
-        things = f"{KINDS[kind].things}, and {model.name} takes {model.samples.modality.things}"
-        raise SitusError(f"{config.path}: holds {things}", field="data")
+        things = f"{KINDS[kind].things}, but {model.name} takes {model.samples.modality.things}"
+        raise SitusError(f"{config.path}: contains {things}", field="data")
 
 
 def _opened(config: DataConfig, split: str | None, model: Model, columns: Any) -> Source:

@@ -481,4 +481,4 @@ class _Loop:
             )
         elif step == self.total:
             binding = "steps" if self.total == self.config.max_steps else "epochs"
-            note(f"the run is complete; set more {binding} to continue")
+            note(f"the run is complete; give more {binding} to continue")
