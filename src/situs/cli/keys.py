@@ -44,8 +44,8 @@ class Keygen:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(ShapeArgs):
-    """Lock a model with a key. The key permutes the channels of the features that pass from block to block, so the
-    model is useless without the key.
+    """Lock a model with a key. The key permutes the channels of the features that pass from block to block.
+    Without the key, the model's accuracy is near chance, until an attacker fine-tunes the model or finds the key.
 
     The patch or token embedding, the position embedding, the final norm and the head are not permuted, so the lock does
     not hide them. With --withhold embedding, everything before the blocks is left out of the locked folder. With the

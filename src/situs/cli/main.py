@@ -59,7 +59,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Lock": {
         "keygen": ("situs.cli.keys:Keygen", "make a key file that only you can read"),
-        "lock": ("situs.cli.keys:Lock", "make a model useless without its key (obfuscation)"),
+        "lock": ("situs.cli.keys:Lock", "permute a model's channels by a key (obfuscation)"),
         "unlock": ("situs.cli.keys:Unlock", "restore a locked model with its key, bit for bit"),
     },
     "Split": {

@@ -206,9 +206,8 @@ def find_lock(stage: Stage) -> Finding:
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
         "The lock uses a key to change the order of the channels in all blocks of the model. With the key, the model "
-        "runs as before. Without the "
-        "key, the blocks do not match the channel order of the embedding, so the model does not work. A lock is "
-        "obfuscation, not encryption."
+        "runs as before. Without the key, the blocks do not match the channel order of the embedding, so the accuracy "
+        "falls. A lock is obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
     section.text(f"If the owner also withholds the embedding: {without_embedding.verdict}")
