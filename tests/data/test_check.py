@@ -274,6 +274,21 @@ def test_an_unknown_kind_names_those_there_are(zoo):
     assert {"broken", "grey", "cmyk", "deep", "huge", "duplicate", "odd"} <= KINDS.keys()
 
 
+def test_a_contradiction_names_the_image_whose_label_it_compares(tmp_path):
+    """The first image with the same pixels; a duplicate is named after the first with the same bytes, another image."""
+    pixels = noise(7)
+    write(tmp_path / "a/1.png", encoded(pixels))
+    for name in ("b/2.bmp", "b/3.bmp"):
+        write(tmp_path / name, encoded(pixels, "BMP"))
+    found = check(tmp_path, workers=0)
+    assert names(found, "duplicate") == ["b/3.bmp (as b/2.bmp)"]
+    assert names(found, "same pixels") == ["b/2.bmp (as a/1.png)"]
+    assert names(found, "contradiction") == [
+        "b/2.bmp (label b, but a/1.png has the label a)",
+        "b/3.bmp (label b, but a/1.png has the label a)",
+    ]
+
+
 def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     for name, seed in (("a.png", 1), ("b.png", 1), ("c.png", 2), ("d.png", 2), ("e.png", 3)):
         write(tmp_path / name, encoded(noise(seed)))
