@@ -63,7 +63,9 @@ def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]
                 reason = f"{backbone.name} has no layers for LoRA, because its blocks have no matrices"
                 raise SitusError(f"tuning.targets={target!r}: {reason}", field="tuning.targets")
             known = ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names]))
-            raise SitusError(field="tuning.targets", value=target, allowed=f"one of the layers {known}")
+            raise SitusError(
+                field="tuning.targets", value=target, allowed=f"one of {known} (layers of {backbone.name})"
+            )
     chosen = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]
     for name in chosen:
         layer = layers[name]

@@ -221,9 +221,9 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what gradients reveal about texts. --fail-above sets a gate for CI.
 
-    The gate limits one of four fractions. words: recovered words of the most exposed sentence, at any position. tokens:
-    recovered words at the right position. sentences: sentences recovered completely. picked: sentences recovered
-    completely, or identified among copies with one word changed.
+    The gate limits one of four fractions. words: words of the most exposed sentence that are recovered at any position.
+    tokens: those recovered at the right position. sentences: sentences recovered completely. picked: sentences
+    recovered completely, or identified among versions with one word changed.
 
     For example: situs audit texts bert/ --data sentences.txt --count 4
     """

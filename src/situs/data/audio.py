@@ -38,7 +38,7 @@ class AudioConfig(Checked):
         "fft_size": (None, "the Fourier transform of a frame has the length of its window"),
         "low_hz": (0.0, "the lowest band begins at 0 Hz"),
         "high_hz": (None, "the highest band ends at half the sampling rate"),
-        "range_db": (_RANGE, "values more than 80 dB below a clip's maximum are raised to this limit"),
+        "range_db": (_RANGE, "values more than 80 dB below a clip's maximum are raised to 80 dB below the maximum"),
         "centred": (False, "frames lie within the clip"),
         "level": ("as_is", "each clip keeps its own volume"),
     }
@@ -57,7 +57,7 @@ class AudioConfig(Checked):
 
     mels: Count = 40
     """Number of mel bands, from 0 Hz to half the sampling rate. Values more than 80 dB below a clip's maximum are
-    raised to this limit."""
+    raised to 80 dB below the maximum."""
 
     coefficients: Count = 40
     """Number of MFCCs, counted from the lowest. It is at most the number of mel bands."""

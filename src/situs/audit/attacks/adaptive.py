@@ -240,8 +240,8 @@ def first_block(block: Block | str, stem: Stem, upload: Gradients, hidden: Tenso
         if name not in upload:
             return f"the gradient of {name} is not sent"
         if not Span.exists(upload[name], tokens):
-            few = f"the gradient of {name} spans at most {tokens} directions, and there are {tokens} tokens"
-            return f"{few}, so every token lies in this span"
+            many = f"there are at least as many tokens ({tokens}) as the gradient of {name} has directions"
+            return f"{many}, so every token lies in its span"
         spans.append(Span(upload[name], tokens))
     table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
     base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)

@@ -25,7 +25,7 @@ MEANING = {
     "sentence",
     "sentences": "the fraction of sentences that were recovered completely",
     "picked": "the fraction of sentences that were recovered completely, or that an attacker can pick from "
-    "several candidates that differ in one word",
+    "several versions that differ in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}
 """What a gate may limit; each rises with the leak."""
@@ -98,8 +98,8 @@ def finding_of(
             exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
     if (more := finding.picked - finding.whole) > 0:
         reason = (
-            f"{counted(more, 'sentences')} that were not recovered can be identified among candidates that differ in "
-            "one word"
+            f"{counted(more, 'sentences')} that {verb(more, 'were')} not recovered can be identified among versions "
+            "that differ in one word"
         )
         remarks = [*remarks, Remark("doubt", reason)]
     return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
