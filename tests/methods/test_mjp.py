@@ -382,7 +382,7 @@ def test_mistakes_are_sentences() -> None:
         make(vit(positions="sincos"))
     with pytest.raises(SitusError, match="needs labels"):
         make()(batch()._replace(targets={}), {})
-    with pytest.raises(SitusError, match="shuffle='spp': must be 'jigsaw' or 'none'; the method mjp has 'spp'"):
+    with pytest.raises(SitusError, match=r"must be 'jigsaw' or 'none' \('spp' exists only in the method mjp\)"):
         OfficialMJPConfig(shuffle="spp", unknown=False)
 
 

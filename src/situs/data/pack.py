@@ -377,7 +377,7 @@ class PackConfig(Checked):
     classes.txt."""
 
     short_side: Natural = 256
-    """Images with a larger short side are resized to this short side, in pixels. With 0, all images stay unchanged."""
+    """Maximum length of the short side, in pixels. Larger images are resized to it. With 0, no image changes."""
 
     encoding: Literal["jpeg", "png"] = "jpeg"
     """Format of resized images: JPEG or lossless PNG. 16-bit images stay 16-bit."""

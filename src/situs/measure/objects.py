@@ -44,8 +44,8 @@ object. Precision is averaged over recall from 0 to 1. This is done for ten requ
 best detections of an image are used. Detections inside a crowd are ignored.
 
 F1 and the tables of confused classes are not averages over recall: they come from counts of objects and detections.
-They use only detections with a score of {SURE} or more. Each detection is matched to the object (of any class) whose
-mask overlaps most with the mask of the detection, if this overlap is {OVERLAP} or more. F1 is twice the number of
+These counts use only detections with a score of {SURE} or more. Each detection is matched to the object (of any class)
+whose mask overlaps most with the mask of the detection, if this overlap is {OVERLAP} or more. F1 is twice the number of
 objects detected with the right class, divided by the number of objects plus the number of detections.
 """
 PICTURES = 8

@@ -83,7 +83,7 @@ class OfficialMJPConfig(MJPConfig):
         super().check()
         if self.shuffle == "spp":
             raise SitusError(
-                field="shuffle", value=self.shuffle, allowed="'jigsaw' or 'none'; the method mjp has 'spp'"
+                field="shuffle", value=self.shuffle, allowed="'jigsaw' or 'none' ('spp' exists only in the method mjp)"
             )
 
 

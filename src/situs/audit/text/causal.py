@@ -357,7 +357,9 @@ def causal_sentences(
     complete = len(whole) == batch and not any(UNNAMED in sentence for sentence in whole)
     reason, settled = None, step.adam and complete  # Adam's uneven rounding may add to a rank
     if count < two.rank and step.local_steps == 1 and not settled:
-        reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
+        reason = (
+            f"for {two.rank - count} of {two.rank} tokens, no sequence of first words passes the second block's test"
+        )
     elif backbone.num_classes and len(whole) != batch:
         reason = f"the gradient of the last block shows the end of {counted(len(whole), 'sentences')}, not of {batch}"
     elif not complete:
