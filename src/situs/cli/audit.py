@@ -422,8 +422,8 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. For images, the attack old-embedding uses its embedding. For texts, the attacker
-    knows this model instead of the fine-tuned one."""
+    """The model before fine-tuning. The attack old-embedding uses its embedding. On texts, the attacker knows it
+    instead of the fine-tuned one."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
