@@ -422,7 +422,7 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. The attack old-embedding uses its embedding. On texts, the attacker knows it
+    """The model before fine-tuning, for the attack old-embedding (images). On texts, the attacker knows this model
     instead of the fine-tuned one."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC

@@ -61,8 +61,8 @@ class DropPosConfig(Checked):
 
     affinity: Literal["full", "visible"] | None = "full"
     """Features that determine the attentive weights of the loss. full (as in the paper): features of a second forward
-    pass without gradient, over all patches with positions. This nearly doubles the cost. visible: features of the same
-    forward pass, at no cost. none: no attentive weights (τ = ∞)."""
+    pass without gradient, over all patches, each with its position. This nearly doubles the cost. visible: features of
+    the same forward pass, at no cost. none: no attentive weights (τ = ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""

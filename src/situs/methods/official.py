@@ -37,8 +37,8 @@ class OfficialDropPosConfig(DropPosConfig):
     retired: ClassVar = {}
 
     target_grid: tuple[int, int] = (16, 16)
-    """Grid on which distances between positions are measured. The published code takes 16x16, even for 14x14
-    patches."""
+    """Grid on which distances between positions are measured. The published code takes 16x16, even if an image
+    has 14x14 patches."""
 
 
 class OfficialDropPos(DropPos):

@@ -378,10 +378,10 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
         return f"the noise is too strong, or the batch has too many tokens: {kind}"
     if step.local_steps > 1:
         return (
-            f"the inputs of the {step.local_steps} local steps have too many directions: {kind}, so every word fits "
-            "the update"
+            f"the inputs of the {step.local_steps} local steps have too many directions: {kind}, so the "
+            "update cannot exclude any word"
         )
-    return f"the batch has too many tokens: {kind}, so every word fits its gradients"
+    return f"the batch has too many tokens: {kind}, so the gradients cannot exclude any word"
 
 
 def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

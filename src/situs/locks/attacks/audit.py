@@ -236,9 +236,9 @@ accuracy without the key. The accuracy is judged only if the unlocked model is b
 set, by more than two standard errors. The attacker `images` does not know the true key. It searches for the key with
 the highest score J. J measures how well the channel correlations of the locked blocks agree with the channel
 correlations of the embedding, which is not locked. If the search fails, its best key has about the same low J as the
-keys found by searches from random starts, which are shown for comparison. The bits left and the recovered share of the
-key do not count inner groups (MLP units, heads and their channels), because permuting inner groups does not change what
-the model computes.
+keys found by searches from random starts, which are shown for comparison. Inner groups (MLP units, heads and their
+channels) count neither in the number of unknown bits nor in the recovered share of the key, because permuting inner
+groups does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
 
 _MEANS = {
