@@ -16,6 +16,7 @@ def test_every_word_meets_every_model_and_batch() -> None:
         (label, model, batch) for label in ("supervised", "mp3:mask_ratio=0.5") for model in "ab" for batch in (2, 4)
     ]
     assert {case.patch_size for case in found} == {8}
+    assert make_cases(["supervised"], StepConfig()) == [StepCase()]  # the flags and the case have the same defaults
 
 
 def test_a_word_says_more_than_the_flags_and_is_measured_once() -> None:
