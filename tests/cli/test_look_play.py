@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from situs.cli.look import Play
 from situs.cli.main import main
-from situs.play.page import COUNT, MOST_MB, Playground
+from situs.play.page import Playground
 
 SMALL = ["vit_tiny_patch16_224=random", "--img-size", "32", "--model-args.depth", "1", "--model-args.embed_dim", "12"]
 
@@ -38,10 +37,6 @@ def test_rounding_is_stated_where_there_is_any(
     first, second = capsys.readouterr().out.splitlines(keepends=True)
     assert first == f"{written.path}: 1.50 MB, 1,200 weights {words}"
     assert second.startswith("The page contains the model and 1 image from pets")
-
-
-def test_the_flags_have_the_defaults_of_the_function() -> None:
-    assert (Play.count, Play.most_mb) == (COUNT, MOST_MB)
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
