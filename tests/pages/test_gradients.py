@@ -264,7 +264,7 @@ def test_what_was_not_measured_has_no_column() -> None:
 
 
 BYTE = "with the exact byte of every pixel"
-MOST = "the most exposed image was recovered with a PSNR of"
+MOST = "of training; the most exposed image was recovered with a PSNR of"
 ELSE = "recovered byte for byte, but {} not in the data; to compare them, prepare the data as the client did"
 
 
@@ -362,7 +362,7 @@ def test_a_page_for_a_server_that_chooses_the_weights_does_not_recommend_aggrega
         ((60, 60, 10), (0, 1), False, "2 of 3 images were recovered byte for byte from one step"),
         ((60, 60, 10), (), True, "At least 2 of 3 images were recovered exactly from one step"),
         ((60, 10, 10), (1,), False, "1 of 3 images was recovered exactly from one step"),
-        ((10, 12.34, 10), (), False, f"An honest server recovered no image exactly from one step of training; {MOST} 12.3 dB."),
+        ((10, 12.34, 10), (), False, f"An honest server recovered no image exactly from one step {MOST} 12.3 dB."),
         ((10, 10, 10), (0, 1), False, "2 images were " + ELSE.format("are")
          + ". The attack is patchembed, without a defence."),
     ],

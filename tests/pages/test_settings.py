@@ -16,7 +16,9 @@ from situs.audit.defences import NoDefence
 from situs.audit.scores import measure_all
 from situs.audit.settings import Comparison
 from situs.pages import make_page
+from situs.pages.settings import PUBLISHED
 from situs.report import figures
+from situs.studies.plan import load_study
 
 REAL = torch.rand(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SHUFFLED = REAL.flip(3)
@@ -137,3 +139,9 @@ def test_the_first_screen_counts_the_images_of_the_strongest_row() -> None:
     assert make_page(compared(weak, strong)).numbers == [
         ("8 of 8", "images exact, patchembed in setting (a)"), ("60.2 dB", "the most exposed image"),
     ]  # fmt: skip
+
+
+def test_the_published_numbers_are_those_of_the_study() -> None:
+    study = load_study("mjp-table5", configs=False)
+    rows = {tuple(row.paper[-5:]) for table in study.tables for row in table.rows}
+    assert {tuple(row[2:]) for row in PUBLISHED} <= rows
