@@ -17,6 +17,7 @@ FUNCTIONS = {
     "audit split": "situs.audit.split.audit.audit_split",
     "audit texts": "situs.audit.text.audit.audit_texts",
     "bench": "situs.bench.bench_step",
+    "data check": "situs.data.check.check",
     "evaluate accuracy": "situs.measure.accuracy.evaluate_accuracy",
     "evaluate attention": "situs.measure.attention.analyze_attention",
     "evaluate consistency": "situs.measure.consistency.evaluate_consistency",
