@@ -70,7 +70,6 @@ COVERED = {
     "situs.methods": "test_registry",
     "situs.models.module": "test_open",
     "situs.pages.remedies": "test_init",
-    "situs.pages.settings": "test_init",
     "situs.split.blocks": "test_client",
     "situs.split.serving": "test_run",
     "situs.split.whole": "test_run",

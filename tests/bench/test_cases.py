@@ -16,6 +16,7 @@ def test_every_word_meets_every_model_and_batch() -> None:
         (label, model, batch) for label in ("supervised", "mp3:mask_ratio=0.5") for model in "ab" for batch in (2, 4)
     ]
     assert {case.patch_size for case in found} == {8}
+    assert make_cases(["supervised"], StepConfig()) == [StepCase()]  # the flags and the case have the same defaults
 
 
 def test_a_word_says_more_than_the_flags_and_is_measured_once() -> None:
@@ -59,3 +60,22 @@ def test_a_word_that_is_wrong_is_one_sentence(word: str, said: str) -> None:
 def test_there_must_be_a_case() -> None:
     with pytest.raises(SitusError, match="nothing to measure"):
         make_cases([], StepConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), (".5", 0.5), ("1e-3", 0.001), ("-2", -2), ("true", True), ("false", False), ("none", None), ("", None),
+     ("2x3", [2, 3]), ("2x3x4", "2x3x4"), ("2xb", "2xb"), ("x", "x"), ("gelu", "gelu")],
+)  # fmt: skip
+def test_a_value_is_a_number_a_size_a_truth_or_a_word(text: str, value: object) -> None:
+    [case] = make_cases([f"backbone:model_args.a={text}"], StepConfig())
+    assert case.model_args == {"a": value} and type(case.model_args["a"]) is type(value)
+
+
+def test_a_shape_names_what_is_not_the_models_own() -> None:
+    assert StepCase().shape == "vit_base_patch16_224"
+    other = StepCase(model="m", img_size=32, patch_size=8, in_chans=4, drop_path=0.1)
+    assert other.shape == "m, px 32, patch 8, channels 4, drop_path 0.1"
+    assert StepCase(method="mjp", settings={"unknown": False, "positions": True}).label == (
+        "mjp:unknown=false,positions=true"
+    )

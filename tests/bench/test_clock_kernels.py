@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any, Self
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.bench.clock import covered, kernels_of, kind_of
+from situs.bench import clock
+from situs.bench.clock import covered, kernels_of, kind_of, profile_kernels
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -59,3 +65,33 @@ def test_a_trace_becomes_ms_a_step() -> None:
 )  # fmt: skip
 def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize("kernels", [0, 3])
+def test_a_profile_holds_the_steps_and_all_that_they_started(kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for on both sides; where no kernel is seen there is no profile."""
+    done: list[str] = []
+
+    class Profile:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def __enter__(self) -> Self:
+            done.append("begin")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            done.append("end")
+
+        def export_chrome_trace(self, path: str) -> None:
+            event = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0.0, "dur": 4000.0}
+            Path(path).write_text(json.dumps({"traceEvents": [event] * kernels}))
+
+    for name in ("TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(clock, "profile", Profile)
+    monkeypatch.setattr(clock, "wait", lambda _: done.append("wait"))
+    found = profile_kernels(lambda: done.append("step"), torch.device("cpu"), 2)
+    assert done == ["wait", "begin", "step", "step", "wait", "end"]
+    assert (found is None) == (kernels == 0)
+    assert found is None or (found.busy_ms, found.launches, found.kinds) == (2.0, 1.5, {"matmul": 6.0})

@@ -78,6 +78,7 @@ def test_cases_meet_those_of_the_same_means_where_there_are_several() -> None:
     graphs = [row(1, 1, 1), row(4, 4, 4, graph=False)]
     found = compare_steps(table(*graphs), table(*graphs[::-1]))
     assert [pair.ratio for pair in found.pairs] == [1.0, 1.0]
+    assert found.summary().sentence.startswith("after against before, 2 cases: 2 same.")
     assert compare_steps(table(*graphs), table(graphs[0])).alone == ("before: mp3, vit_base_patch16_224, batch 256",)
     with pytest.raises(SitusError, match="have no case in common"):  # which of the two would it be?
         compare_steps(table(*graphs), table(row(1, 1, 1, precision="fp16")))

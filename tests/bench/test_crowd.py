@@ -125,3 +125,20 @@ def test_processes_that_nobody_waits_for_are_ended(monkeypatch: pytest.MonkeyPat
     assert next(answers)[0] == 0
     answers.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     assert ended == [("kill", 1), ("wait", 1), ("kill", 2), ("wait", 2)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "cases", "own", "threads"),
+    [(64, 4, None, "16"), (64, 21, None, "3"), (64, 40, None, "2"), (None, 1, None, "2"), (64, 4, "5", "5")],
+)
+def test_the_processes_share_the_cores_to_compile_and_have_two_each_at_least(
+    cores: int | None, cases: int, own: str | None, threads: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, given = "TORCHINDUCTOR_COMPILE_THREADS", dict[str, str]()
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: given.update(env))
+    crowd._start(tmp_path, 0, cases)
+    assert given[name] == threads

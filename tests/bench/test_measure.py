@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from situs.bench import measure
 from situs.bench.cases import StepCase, Timing
-from situs.bench.measure import OBJECTS, StepRow, make_batch, make_method, make_update, measure_case
+from situs.bench.measure import OBJECTS, StepRow, make_batch, make_method, make_update, measure_case, precision_on
 from situs.core.when import When
 from situs.data.objects import objects_of
 from situs.errors import SitusError
@@ -49,6 +53,52 @@ def test_images_have_the_shape_of_the_case() -> None:
     assert batch.inputs.shape == (4, 1, 8, 16) and int(batch.targets["label"].max()) < 3
     whole = StepCase(model="test_resnet", img_size=32, batch=2)
     assert make_batch(make_method(whole), whole, 2, CPU).inputs.shape == (2, 3, 32, 32)
+
+
+def test_masks_are_as_large_as_the_images() -> None:
+    case = StepCase(method="segmentation", **SMALL)
+    method = make_method(case)
+    targets = make_batch(method, case, 4, CPU).targets
+    assert {name: target.shape for name, target in targets.items()} == {"mask": (4, 8, 16)}
+    assert 0 <= int(targets["mask"].min()) < int(targets["mask"].max()) < 3
+
+
+@pytest.mark.parametrize(("method", "head"), [("supervised", (3, 12)), ("mp3", None), ("backbone", None)])
+def test_only_who_learns_labels_has_a_classifier(method: str, head: tuple[int, int] | None) -> None:
+    weights = dict(make_method(StepCase(method=method, **SMALL)).backbone.named_parameters())
+    found = [value.shape for name, value in weights.items() if name.endswith("head.weight")]
+    assert found == ([] if head is None else [head])
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "precision"),
+    [(None, "cpu", "fp32"), (None, "cuda", "bf16"), ("fp32", "cuda", "fp32"), ("bf16", "cpu", "bf16")],
+)
+def test_the_precision_is_a_runs_where_none_is_asked_for(given: Any, device: str, precision: str) -> None:
+    assert precision_on(StepCase(precision=given), torch.device(device)) == precision
+
+
+def test_the_update_is_that_of_a_run_with_the_cases_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, in batches of one size, half-way through the training."""
+    asked: list[Any] = []
+    steps: list[Any] = []
+
+    def stepper(*given: Any, **more: Any) -> Any:
+        asked.append((given, more))
+        return SimpleNamespace(update=lambda *step, **how: steps.append((*step, how)))
+
+    monkeypatch.setattr(measure, "Stepper", stepper)
+    case = StepCase(method="mp3", clip=0.5, ema=0.9, accumulate=2, compile=True, graph=False, **SMALL)
+    method = make_method(case)
+    update = make_update(method, case, CPU)
+    update(), update()  # type: ignore[func-returns-value]
+    [((trained, config), more)] = asked
+    assert trained is method and (config.clip, config.ema) == (0.5, 0.9)
+    assert (more["precision"], more["accumulate"], more["compiled"], more["graph"]) == ("fp32", 2, True, False)
+    assert [(when.step, when.epoch, when.progress, how) for _, when, _, how in steps] == [
+        (number, number, 0.5, {"ragged": False}) for number in (0, 1)
+    ]
+    assert steps[0][0] is steps[1][0] and len(steps[0][0].inputs) == 4
 
 
 def test_objects_of_chance_are_whole_boxes_inside_the_image() -> None:

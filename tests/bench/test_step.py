@@ -82,6 +82,7 @@ def test_a_case_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     kept = []
     monkeypatch.setattr(step, "measure_case", measure)
     monkeypatch.setattr(step, "measure_ceiling", lambda *_: 1e10)
+    monkeypatch.setattr(step, "measure_at_once", None)  # nobody asked for processes
     found = bench_step(
         ["mp3", "mae", "mjp"], StepConfig(batches=(8,)), device="cpu", progress=lambda *told: kept.append(told)
     )
@@ -129,6 +130,7 @@ def test_the_sentence_names_the_ceilings_and_who_comes_closest() -> None:
     )
     assert said.endswith("TFLOP/s. mp3 comes closest: it reaches 50.0 % of the ceiling.")
     assert many(0.25).summary().sentence.startswith("One case. ")
+    assert many(0.25, 0.5).summary().sentence.startswith("2 cases. ")
     assert replace(found, ceilings={}).summary().sentence.endswith("TFLOP/s.")
     assert found.summary().numbers == (("3", "samples per second, mp3"),)  # of the largest batch
     assert replace(found, rows=()).summary().numbers == ()

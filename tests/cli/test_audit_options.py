@@ -145,6 +145,25 @@ def test_gradients_are_attacked_as_the_flags_say(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "result"),
+    [
+        (["--data", "photos"], "gradients"),
+        (["--data", "photos", "--upload", "a.pt"], "gradients"),
+        (["--upload", "a.pt"], "upload"),  # without images nothing is attacked, and what was sent is described
+        (["--data", "photos", "--settings", "a"], "settings"),
+    ],
+)
+def test_only_the_result_that_will_be_replaced_is_named(
+    words: list[str], result: str, asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("gradients", "upload", "settings"):
+        (tmp_path / f"{name}.json").touch()
+    assert main(["audit", "gradients", "m", *words, "--out", str(tmp_path)]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "will be replaced" in line]
+    assert said == [f"situs: {tmp_path / result}.html and .json exist and will be replaced"]
+
+
+@pytest.mark.parametrize(
     ("status", "interrupted", "ends"),
     [(0, False, 0), (ABOVE, False, ABOVE), (NOT_JUDGED, False, NOT_JUDGED), (0, True, INTERRUPTED),
      (NOT_JUDGED, True, INTERRUPTED), (ABOVE, True, ABOVE)],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from situs.cli import evaluate
 from situs.cli.main import main
 
 
@@ -92,3 +93,27 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ([], {"count": None, "batch": 256, "ratios": None, "position_ratios": None, "anchor_ratio": None}),
+        (["--batch", "7", "--count", "9"], {"count": 9, "batch": 7}),
+        (["--kind", "all"], {"count": 64, "batch": 16, "equivariance": True}),
+        (["--kind", "all", "--batch", "7", "--count", "9", "--ratios", ".5"],
+         {"count": 9, "batch": 7, "ratios": (0.5,)}),
+    ],
+)  # fmt: skip
+def test_the_kinds_have_defaults_of_their_own(
+    words: list[str], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the help gives; without --ratios, the function chooses them."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(evaluate, "open_from", lambda *_: None)
+    monkeypatch.setattr(evaluate, "present", lambda *_: None)
+    for name in ("situs.audit.positions.audit_positions", "situs.measure.position.head.evaluate_position"):
+        monkeypatch.setattr(name, lambda _, **options: calls.append(options))
+    assert main(["evaluate", "position", "m", *words]) == 0
+    assert {name: calls[0][name] for name in asked} == asked
+    assert ("ratios" in calls[0]) == ("all" not in words or "--ratios" in words)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from situs.cli.main import VERBS, main
-from situs.cli.shell import answer, as_document, run_with_output
+from situs.cli.shell import answer, as_document, has_flag, next_line, run_with_output
 
 CHEAP = {
     "info test_vit": "model",
@@ -94,3 +94,17 @@ def test_an_interruption_is_a_document_too_and_a_bug_is_none(capsys: pytest.Capt
     with pytest.raises(RuntimeError):
         run_with_output(["--json", "--quiet"], bug)
     assert capsys.readouterr() == ("", "") and sys.stdout is not None
+
+
+@pytest.mark.parametrize(
+    ("word", "given"),
+    [("--json", True), ("--json=true", True), ("--json=yes", True), ("--json=1", True), ("--json=false", False),
+     ("--json=0", False), ("json", False), ("--json-lines", False), ("--quiet", False)],
+)  # fmt: skip
+def test_a_flag_is_seen_in_all_its_spellings(word: str, given: bool) -> None:
+    assert has_flag(["evaluate", word, "x"], "json") == given
+
+
+def test_the_next_commands_run_in_a_shell() -> None:
+    commands = (["export", Path("runs/a b"), "--out", "x"], ["info", "y"])
+    assert next_line(*commands) == "next: situs export 'runs/a b' --out x, or situs info y"

@@ -78,6 +78,7 @@ def test_train_infer_and_merge(tmp_path, certs, capsys) -> None:
         run, whole = str(tmp_path / "split"), str(tmp_path / "whole")
         told = said(capsys, "split", "train", *where, *FLAGS, "--permute", "rows,columns", "--out", run)
         assert "done: 2 steps" in told and f"next: situs split infer {run} --server {server.address} --tls" in told
+        assert "`situs split merge` joins both parts" in told and "were spent in the network" in told
         assert (tmp_path / "split" / "owner.key").stat().st_mode & 0o777 == 0o600
         assert "is not empty" in said(capsys, "split", "train", *where, *FLAGS, "--out", str(tmp_path), status=2)
         told = said(capsys, "split", "train", *where, "--resume", run, "--steps", "3")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.measure import knn
+from situs.measure.accuracy import ByClass
 from situs.measure.features import Pool
 from situs.measure.knn import LayerAccuracy, LayerKnn, knn_accuracy, knn_scores
 from situs.pages import make_page
@@ -114,6 +115,7 @@ def test_the_best_layer_is_named_where_it_is_not_the_last() -> None:
         "After the last block, the top-1 of kNN is 50.00 % with the CLS token and 43.75 % with the mean of the patches."
     )
     assert said.sentence.endswith(" The best top-1 is 75.00 %, with the mean of the patches after block 2.")
+    assert ByClass.of(found.answers).words(found.classes) in said.sentence
     assert said.numbers == (
         ("75.00 %", "best top-1, after block 2 (always predicting the largest class: 50.0 %)"),
     )  # fmt: skip

@@ -249,6 +249,25 @@ def test_generated_images_are_judged_as_pycocotools_does(tmp_path: Path) -> None
     assert math.isnan(scores["bbox"].classes[2]) and math.isnan(scores["segm"].large)  # only a crowd; none so large
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 13])
+def test_more_than_ten_objects_of_a_class_count_in_one_image(wrong: int) -> None:
+    """All fourteen are detected; at the end of the list, `wrong` of the detections are of another class."""
+    masks = torch.zeros(14, 32, 64, dtype=torch.bool)
+    corners = [(8 * (number // 7), 9 * (number % 7)) for number in range(14)]
+    for mask, (y, x) in zip(masks, corners, strict=True):
+        mask[y : y + 7, x : x + 8] = True
+    boxes = torch.tensor([[x, y, x + 8, y + 7] for y, x in corners], dtype=torch.float64)
+    kinds, rles = torch.zeros(14, dtype=torch.int64), encode_masks(masks)
+    truth = Truth(1, (32, 64), boxes, kinds, kinds.bool(), torch.full((14,), 56.0), rles)
+    named = torch.tensor([0] * (14 - wrong) + [1] * wrong)
+    found = ImageDetections(0, boxes, named, torch.linspace(1, 0.5, 14).double(), rles)
+    reached = sum(point <= 100 * (14 - wrong) / 14 for point in range(101)) / 101  # of the recalls 0, 0.01, …, 1
+    for kind in ("bbox", "segm"):
+        scores = average_precision([truth], [found], 2, kind)  # type: ignore[arg-type]
+        assert (scores.ap, scores.ap50, scores.small) == pytest.approx((reached,) * 3)
+        assert math.isnan(scores.medium) and math.isnan(scores.classes[1])
+
+
 @pytest.mark.slow
 @pytest.mark.shared_data
 @NUMPY

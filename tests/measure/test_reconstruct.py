@@ -226,7 +226,20 @@ def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -
             stayed.append(int(mix.origin[0, 6 * half + place]) % 6 == guess)
     assert math.isclose(mix.stayed, sum(stayed) / 12)
     assert not torch.equal(mix.puzzles[0].places, mix.puzzles[1].places)  # each half has its own context
+    for place, source in enumerate(mix.origin[0].tolist()):
+        real = pair[source // 6][0]
+        assert torch.equal(patch(mix.inputs[place // 6][0], place % 6), patch(real, source % 6))
     assert mix_figure(pair, {PuzzleRatios(0.5): mix}).axes
+    monkeypatch.setattr("situs.pages.reconstruct.panels", lambda *given: given)
+    (first, second), grid, names = mix_figure(pair, {PuzzleRatios(0.5): mix, PuzzleRatios(0.25): mix})  # type: ignore[misc]
+    assert [panel.title for panel in first] == ["image 1", "image 2", "input 1", "built 1", "input 2", "built 2"]
+    assert second[:2] == [None, None] and {panel.title for panel in second[2:]} == {""}
+    assert (grid, names) == (GRID, ["η = 0.5", "η = 0.25"])
+    for half, (seen, built) in enumerate(zip(first[2::2], first[3::2], strict=True)):
+        puzzle = mix.puzzles[half]
+        assert torch.equal(torch.from_numpy(seen.image), mix.inputs[half][0])
+        assert sorted(seen.outlined.nonzero()[0]) == sorted(puzzle.places[0, : puzzle.known].tolist())
+        assert torch.equal(torch.from_numpy(built.image), place_patches(mix.inputs[half], *puzzle[:2], GRID)[0][0])
     with pytest.raises(SitusError, match="no true positions"):
         solve_mix(make(MP3, MP3Config(anchor_ratio=0.2)), pair, PuzzleRatios(0.5))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -19,7 +20,7 @@ from situs.audit.scores import measure_all
 from situs.audit.sweep.ladder import Cost, Remedies, Remedy, Trial
 from situs.findings import ACTIVE, NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
-from situs.pages import PRIVATE, make_page, publish
+from situs.pages import PRIVATE, gradients, make_page, publish
 from situs.report import figures
 from situs.results import Provenance
 
@@ -263,6 +264,7 @@ def test_what_was_not_measured_has_no_column() -> None:
 
 
 BYTE = "with the exact byte of every pixel"
+MOST = "of training; the most exposed image was recovered with a PSNR of"
 ELSE = "recovered byte for byte, but {} not in the data; to compare them, prepare the data as the client did"
 
 
@@ -350,3 +352,111 @@ def test_a_page_for_a_server_that_chooses_the_weights_does_not_recommend_aggrega
     active = make_page(replace(honest, threat=ACTIVE)).render()
     assert "by a server that chooses the weights" in active and "Secure aggregation does not help" in active
     assert "Use secure aggregation" in make_page(honest).render() and "Use secure aggregation" not in active
+
+
+@pytest.mark.parametrize(
+    ("psnr", "proved", "lower", "first"),
+    [
+        ((60, 60, 10), (), False, "2 of 3 images were recovered exactly from one step of training, by an honest"),
+        ((60, 60, 10), (0,), False, "2 of 3 images were recovered exactly from one step"),
+        ((60, 60, 10), (0, 1), False, "2 of 3 images were recovered byte for byte from one step"),
+        ((60, 60, 10), (), True, "At least 2 of 3 images were recovered exactly from one step"),
+        ((60, 10, 10), (1,), False, "1 of 3 images was recovered exactly from one step"),
+        ((10, 12.34, 10), (), False, f"An honest server recovered no image exactly from one step {MOST} 12.3 dB."),
+        ((10, 10, 10), (0, 1), False, "2 images were " + ELSE.format("are")
+         + ". The attack is patchembed, without a defence."),
+    ],
+)  # fmt: skip
+def test_the_headline_says_how_well_the_strongest_attack_recovered(
+    psnr: tuple[float, ...], proved: tuple[int, ...], lower: bool, first: str
+) -> None:
+    facts = [{**fact, "bytes": number in proved} for number, fact in enumerate(FACTS)]
+    scores = {**SCORES, "psnr": [float(value) for value in psnr]}
+    pair = outcome("patchembed", "none", None, None, scores, facts, REAL, lower_bound=lower)
+    assert make_page(example(pair)).lead.startswith(first)
+    other = make_page(example(replace(pair, defence="clip=1"))).lead
+    assert "The attack is patchembed, against clip=1." in other and "without a defence" not in other
+
+
+def test_the_first_screen_says_that_images_are_not_those_of_the_data() -> None:
+    """They came back byte for byte and are others; where only some are, the others are not said to be."""
+    facts = [{**fact, "bytes": True} for fact in FACTS]
+    for psnr, tile in (
+        ((10.0, 10.0, 10.0), ("3 of 3", "images exact, but not in the data")),
+        ((60.0, 10.0, 10.0), ("3 of 3", "images exact")),
+    ):
+        page = make_page(example(replace(WORKED, facts=facts, scores={**SCORES, "psnr": [*psnr]})))
+        assert page.numbers[0] == tile
+
+
+MANY = torch.rand(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+PSNR = [20.0, 60.0, 10.0, 30.0, 25.0, 55.0, 40.0, 15.0]
+
+
+@pytest.mark.parametrize("things", ["images", "clips"])
+def test_six_images_come_first_the_most_exposed_before_the_others_and_four_below(
+    things: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spectrograms stand with low frequencies at the bottom."""
+    first: list[Any] = []
+    below: list[Any] = []
+    draw, rows_of = gradients.pixel_rows, figures.image_rows
+    monkeypatch.setattr(gradients, "pixel_rows", lambda rows: first.append(rows) or draw(rows))
+    monkeypatch.setattr(figures, "image_rows", lambda *given: below.append(given) or rows_of(*given))
+    scores = {**measure_all(MANY, MANY, 8), "psnr": PSNR}
+    found = outcome("patchembed", "none", None, None, scores, [{}] * 8, 1 - MANY)
+    told = Provenance({"seed": 0}, things=things)
+    make_page(Audit([found], [*"abcdefgh"], MANY, "m", Step(), {}, about={"none": ""}, provenance=told))
+    seen = MANY.flip(2) if things == "clips" else MANY
+    [(real, recovered)] = first
+    best = [1, 5, 6, 3, 4, 0]
+    torch.testing.assert_close(real, seen[best])
+    torch.testing.assert_close(recovered, 1 - seen[best])
+    [(strips, titles)] = below
+    assert list(titles) == ["20.0 dB", "60.0 dB", "10.0 dB", "30.0 dB"]
+    torch.testing.assert_close(torch.stack([images for _, images in strips[:2]]), torch.stack([seen, 1 - seen])[:, :4])
+
+
+@pytest.mark.parametrize("pictures", [None, MANY[:, :2]])
+def test_what_cannot_be_drawn_has_bars_the_most_exposed_first(pictures: Any) -> None:
+    """Nothing was kept, or images of two channels."""
+    pairs = [
+        outcome("patchembed", name, None, None, {**measure_all(MANY, MANY, 8), "psnr": [5.0] * 7 + [psnr]}, [{}] * 8,
+                pictures)
+        for name, psnr in (("noise", 20.0), ("none", 60.0), ("clip", 30.0))
+    ]  # fmt: skip
+    shown = MANY if pictures is None else pictures
+    page = make_page(Audit(pairs, [*"abcdefgh"], shown, "m", Step(), {}, about={}))
+    [bars] = map(str, page.opening.blocks)
+    assert re.findall(r"patchembed, (\w+): ([\d.]+) dB", html.unescape(bars)) == [
+        ("none", "60.0"), ("clip", "30.0"), ("noise", "20.0"),
+    ]  # fmt: skip
+    assert bars.count('"bad"') == 1  # only the first is exact
+
+
+def test_each_table_has_the_columns_that_fit_a_page() -> None:
+    text = make_page(example(WORKED, REFUSED)).render()
+    tables = text.partition("Attacks and defences</h2>")[2].partition("Pictures</h2>")[0].split("</table>")
+    heads = [re.findall(r"<th [^>]*>(.*?)</th>", each) for each in tables if "<th " in each]
+    who = ["attack", "defence"]
+    assert heads == [
+        ["attack", "none"],
+        [*who, "exact", "PSNR of the most exposed image, dB", *(COLUMNS[name] for name in gradients.BRIEF[:4])],
+        [*who, *(COLUMNS[name] for name in gradients.CERTAIN)],
+        [*who, "rank of G", "condition of G"],
+        ["attack and defences", "why it does not apply, or is not exact"],
+    ]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", each)[:2] for each in tables[1].split("</tr>")[1:]]
+    assert [row for row in rows if row] == [["patchembed", "none"], ["baseline", "mean image"]]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_search_of_an_upload_is_counted_once(batch: int) -> None:
+    """Every image of an upload has its facts."""
+    facts = [{"distance": 0.25 * (1 + number // batch), "iterations": 5, "labels_right": 1} for number in range(4)]
+    scores = measure_all(MANY[:4], MANY[:4], 8)
+    found = outcome("matching", "none", None, None, scores, facts, MANY[:4])
+    text = gradients._searched(found, batch)
+    assert text is not None
+    mean = {1: 0.625, 2: 0.375}[batch]
+    assert f"distance of the gradients {mean:.2g}; {4 // batch} of 4 labels were inferred correctly" in text

@@ -69,6 +69,21 @@ def test_the_axis_of_a_share_is_all_of_it(monkeypatch: pytest.MonkeyPatch, undra
     assert limits == {"PSNR, dB": None, "SSIM": (0, 1), "patches at their position, %": (0, 100)}
 
 
+def test_four_samples_are_shown_of_the_best_attacker_in_each_setting(
+    monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    drawn: list[Any] = []
+    draw = figures.image_rows
+    monkeypatch.setattr(figures, "image_rows", lambda rows: drawn.append(rows) or draw(rows))
+    real = torch.rand(5, 3, 16, 16, dtype=torch.float64)
+    poor, best = (replace(tried(psnr=psnr), shown=torch.full_like(real, psnr / 100)) for psnr in (10.0, 20.0))
+    settings = [setting(parse_veil("noise=0.5", ()), Kept(0.5), poor, best), setting(parse_veil("none", ()), Kept(1.0))]
+    make_page(split_audit(*settings, samples=5, pictures=real.float()))
+    [rows] = drawn
+    assert [name.partition("\n")[0] for name, _ in rows] == ["original", "noise=0.5"]
+    assert torch.equal(rows[0][1], real[:4].float()) and torch.equal(rows[1][1], torch.full((4, 3, 16, 16), 0.2))
+
+
 @pytest.mark.parametrize("pictures", [False, True])
 def test_the_threat_model_and_the_verdict_come_first(
     pictures: bool, outline: Callable[[str], list[str]], undrawn: None

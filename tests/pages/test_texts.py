@@ -47,6 +47,7 @@ def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
     whole = make_page(AUDIT).render()
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", whole)
     assert headings[:3] == ["Threat model", "Verdict", "What was recovered"] and "Sentences" in headings
+    assert "Which defences reduce the leak, and which do not" in headings and "Clipping alone limits no" in whole
     private = AUDIT.provenance.worded(PRIVATE)
     assert "private sentences" in private and whole.index(private) < whole.index("Threat model")
     assert '<mark class="wrong" title="wrong">&lt;sea&gt;</mark>' in whole and "one is missing" in whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -120,6 +121,74 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
         with pytest.raises(SitusError, match=said) as error:
             described(model)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_page_is_told_what_the_model_is(name: str) -> None:
+    case = CASES[name]
+    model = playing(case)
+    about, tensors = described(model)
+    vit: Any = model.backbone.model  # type: ignore[attr-defined]
+    kinds = {"mp3": "places", "droppos": "dropped", "supervised": "classes", "mjp": "classes"}
+    mean, std = model.data.normalisation
+    assert about | {
+        "name": "tiny", "architecture": case.name, "method": case.method, "size": [*SIZE], "channels": case.channels,
+        "patch": [4, 4], "grid": [3, 4], "dim": 16, "depth": len(vit.blocks), "heads": 2,
+        "prefix": vit.num_prefix_tokens, "kind": kinds[case.method], "told": model.positions, "multi": False,
+        "act": case.shape.get("act_layer", "gelu"), "mean": [*mean], "std": [*std],
+    } == about  # fmt: skip
+    config: Any = model.trained.config  # type: ignore[union-attr]
+    for key, ratio in (("hidden", "mask_ratio"), ("dropped", "position_mask_ratio")):
+        assert about.get(key) == getattr(config, ratio, None)
+    assert about.get("classes") == ([*"abcde"] if model.classifier else None)
+    learned = {id(weight) for weight in model.trained.parameters()}
+    assert ("place.weight" in tensors, "decoder" in about) == (case.method == "mp3", case.method == "droppos")
+    assert {id(tensors[key]) for key in ("head.weight", "place.weight", "unknown") if key in tensors} <= learned
+    if case.method == "droppos":
+        decoder = about["decoder"]
+        assert decoder == {key: case.config[f"decoder_{key}"] for key in ("depth", "heads")}
+        assert sum(key.endswith("norm1.weight") and key.startswith("decoder") for key in tensors) == decoder["depth"]
+
+
+def test_a_model_that_nobody_described_is_named_by_its_backbone() -> None:
+    about, _ = described(a_model(small_method("mp3")))
+    assert (about["architecture"], about["method"]) == (small_method("mp3").backbone.name, "")
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_tensors_lie_one_behind_the_other(short: bool) -> None:
+    """Each begins at a multiple of four bytes, and can be read where its place says; in 16 bits within half a step."""
+    chance = torch.Generator().manual_seed(0)
+    shapes = {
+        "vector": (2000,),
+        "small": (31, 33),
+        "odd": (3, 343),
+        "large": (32, 32),
+        "many": (2, 3, 400),
+        "end": (1,),
+    }
+    tensors = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    tensors["zeros"] = torch.zeros(32, 32)
+    text, places = packed(tensors, short=short)
+    data, end = base64.b64decode(text), 0
+    for name, value in tensors.items():
+        at, shape, coarse = places[name]
+        assert at == end and at % 4 == 0 and tuple(shape) == value.shape
+        assert coarse == int(short and name in ("odd", "large", "many", "zeros"))
+        count = value.numel()
+        if not coarse:
+            found = torch.frombuffer(bytearray(data[at : at + 4 * count]), dtype=torch.float32).view(shape)
+            assert torch.equal(found, value)
+            end = at + 4 * count
+            continue
+        rows = value.flatten(1)
+        middle = at + 4 * len(rows)
+        size = torch.frombuffer(bytearray(data[at:middle]), dtype=torch.float32)[:, None]
+        steps = torch.frombuffer(bytearray(data[middle : middle + 2 * count]), dtype=torch.int16).view(rows.shape)
+        assert torch.equal(steps.abs().amax(dim=1), (rows != 0).any(dim=1) * 32767)
+        assert ((steps * size - rows).abs() <= 0.501 * size).all()
+        end = middle + -(-2 * count // 4) * 4
+    assert len(data) == end
 
 
 @pytest.mark.parametrize("unknown", [True, False])

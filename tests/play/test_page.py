@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from situs.errors import SitusError
 from situs.models.model import Model
 from situs.play import write_playground
 from situs.play.pack import described, packed
+from situs.play.page import _images
 
 CLOTHES = Case("mp3", {"class_token": False, "global_pool": "avg"}, {"mask_ratio": 0.5}, channels=1)
 
@@ -65,6 +67,31 @@ def test_a_classifier_without_a_run_is_asked_itself(tmp_path: Path) -> None:
     made = write_playground(bare, tmp_path / "b.html", count=2, most_mb=rest + short + 0.01)
     beside = write_playground(model, tmp_path / "c.html", count=2, most_mb=rest + short + 0.01)
     assert made.bits == beside.bits == 16 and 0 < made.error == beside.error
+
+
+@pytest.mark.parametrize("labels", [None, [2, 0, 0, 2, 0, 2, 1, 0]])
+def test_pictures_are_bytes_the_inputs_their_own_and_the_classes_take_turns(labels: list[int] | None) -> None:
+    chance = torch.Generator().manual_seed(0)
+    mean, std = torch.tensor([0.5, 0.25]), torch.tensor([0.25, 0.5])
+    images = torch.rand(8, 2, 3, 4, generator=chance) * 1.2 - 0.1  # rounding leaves some outside
+    targets = {} if labels is None else {"label": torch.tensor(labels)}
+    batches = [
+        SimpleNamespace(inputs=images[part], targets={name: each[part] for name, each in targets.items()})
+        for part in (slice(5), slice(5, 8))
+    ]
+    loader: Any = type("Loaded", (), {"__iter__": lambda _: iter(batches)})()
+    loader.shown, loader.mean, loader.std = lambda inputs: inputs, mean, std
+    pixels, inputs, named = _images(loader)
+    bytes_ = torch.floor(images.clamp(0, 1) * 255 + 0.5)
+    turns = range(8) if labels is None else [
+        [at for at, label in enumerate(labels) if label == each][turn] for turn in range(4) for each in range(3)
+        if turn < labels.count(each)
+    ]  # fmt: skip
+    order = list(turns)
+    assert pixels.dtype == torch.uint8 and torch.equal(pixels.float(), bytes_[order].permute(0, 2, 3, 1))
+    slow = (bytes_[order] / 255 - mean[:, None, None]) / std[:, None, None]
+    torch.testing.assert_close(inputs, slow)
+    assert named == ([0] * 8 if labels is None else [labels[at] for at in order])
 
 
 @pytest.fixture(scope="module")

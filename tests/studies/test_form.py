@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from situs.cli.main import verb_type
+from situs.cli.parser.flags import flags_of
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.studies.form import PAPERS, VERBS, Study
@@ -112,3 +114,17 @@ def test_what_a_file_leaves_out() -> None:
     assert (row.unit, row.digits, row.times, row.reading, row.ours) == (None, None, None, None, ())
     (curve,) = study.curves
     assert (curve.unit, curve.digits, curve.reading, curve.title) == ("%", 1, 0.0, "")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_job_takes_what_its_verb_has_a_flag_for(verb: str) -> None:
+    how, flags = VERBS[verb], flags_of(verb_type(verb))
+    names, words = {flag.name for flag in flags}, [flag.fields[0] for flag in flags if flag.positional]
+    assert how.data == ("--data" in names) and how.trains == ({"--resume", "--seed"} <= names)
+    assert words == ([how.word] if how.word else words[:1] * (how.model == "word")) and how.model in (
+        "",
+        "word",
+        "from",
+    )
+    assert bool(words) == bool(how.word or how.model == "word") and (how.model == "from") == ("--from" in names)
+    assert {f"--{name}" for name in how.again} <= names and bool(how.without) <= ("--kind" in names)

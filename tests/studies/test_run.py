@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from situs.errors import SitusError
 from situs.files import write_text
 from situs.progress import listening, share
 from situs.studies import run as running
-from situs.studies.folder import StudyFolder
+from situs.studies.folder import BEGUN, DONE, FAILED, StudyFolder
 from situs.studies.plan import load_study
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
@@ -676,3 +677,33 @@ def test_a_path_is_named_only_where_it_stands_as_one() -> None:
     text = "step 2: st/jobs/a, 'st' and /data/set, not /data/settings, best/x, st.old or ./st; the word st"
     wanted = "step 2: STUDY/jobs/a, 'st' and images, not /data/settings, best/x, st.old or ./st; the word st"
     assert nameless(text, places) == wanted
+
+
+@pytest.mark.parametrize(
+    ("verb", "status", "numbers", "stopping", "state"),
+    [
+        ("evaluate accuracy", 0, False, False, DONE),
+        ("evaluate accuracy", 1, True, False, FAILED),
+        ("bench", 1, True, False, DONE),  # a case failed, and those of the others are kept
+        ("bench", 1, False, False, FAILED),
+        ("bench", 2, True, False, FAILED),
+        ("bench", -9, True, False, FAILED),
+        ("bench", 1, True, True, DONE),
+        ("pretrain", 1, True, True, BEGUN),
+        ("pretrain", 130, True, False, BEGUN),
+    ],
+)
+def test_a_job_is_done_where_its_numbers_are_whole(
+    verb: str, status: int, numbers: bool, stopping: bool, state: str, tmp_path: Path
+) -> None:
+    folder = StudyFolder(tmp_path, load_study("lock"), "mine", "quick", 1)
+    task: Any = SimpleNamespace(job=SimpleNamespace(verb=verb), folder=tmp_path, file=lambda _: tmp_path / "log")
+    (tmp_path / "log").write_text("begins\nsitus: the last words\n")
+    if numbers:
+        (tmp_path / "step.json").touch()
+    runner: Any = SimpleNamespace(_nameless=lambda text: text, folder=folder)
+    job: Any = SimpleNamespace(task=task, process=SimpleNamespace(returncode=status), log_start=7)
+    ended, message = running._Runner._judged(runner, job, stopping)
+    assert ended == state
+    killed = "was ended by SIGKILL, perhaps out of memory"
+    assert message == ("" if state != FAILED else killed if status < 0 else "the last words")

@@ -72,15 +72,14 @@ def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Tur
     torch.compiler.reset()  # earlier compiled code keeps its weights in memory
     gc.collect()
     cuda = device.type == "cuda"
+    torch.cuda.empty_cache()
     if cuda:
-        torch.cuda.empty_cache()
         torch.set_float32_matmul_precision("high")  # as a run does
     torch.manual_seed(0)
     case = replace(case, precision=precision_on(case, device), compile=case.compile and cuda, graph=case.graph and cuda)
     method = make_method(case).to(device).train()
     flops = method_flops(method, case, device)
-    if cuda:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     notes: list[str] = []
     with notes_to(notes.append):
         times = time_steps(make_update(method, case, device), device, timing, turn)

@@ -91,10 +91,10 @@ class Bench:
         return 0
 
 
-def _save_part(table: Result | None, line: str, out: Path | None) -> None:
+def _save_part(table: Result, line: str, out: Path | None) -> None:
     """Prints the line of a case, and writes the table so far."""
     from situs.pages import write_numbers
 
     print(line, file=sys.stderr, flush=True)
-    if out is not None and table is not None:
+    if out is not None:
         write_numbers(table, out)

@@ -309,7 +309,7 @@ def study(
     reconstruction = Reconstruction(
         look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, trained_hints=method.hint_ratio
     )
-    couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
+    couples = [(chosen[[at]], chosen[[at + 1]]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if method.sees_positions:  # a mix has no true positions to give as hints
         return reconstruction
 

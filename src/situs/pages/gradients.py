@@ -181,7 +181,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
 
 
 def _worst(audit: Audit) -> ImageFinding | None:
-    return max((pair for pair in audit.attacked), key=strength, default=None)
+    return max(audit.attacked, key=strength, default=None)
 
 
 def _lead(audit: Audit) -> str:
@@ -209,8 +209,8 @@ def _lead(audit: Audit) -> str:
         first = f"{server} recovered no {thing} exactly from {step} of training; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
-    first += f" {others_of(worst, things)}." if worst.others else ""
-    return " ".join(filter(None, [first, by, opening(audit), _gate(audit.ruling)]))
+    others = f"{others_of(worst, things)}." if worst.others else ""
+    return " ".join(filter(None, [first, others, by, opening(audit), _gate(audit.ruling)]))
 
 
 def _rule(audit: Audit) -> str:

@@ -131,14 +131,14 @@ def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Pa
 
     The context (MP3) or the patches with a position (DropPos) are outlined, unless they are all.
     """
-    places, guesses = puzzle.places[row : row + 1], puzzle.guesses[row : row + 1]
+    places, guesses = puzzle.places[[row]], puzzle.guesses[[row]]
     known = puzzle.known if puzzle.known < places.shape[1] else None
     return _panel(image, places, guesses, puzzle, title, known=known)
 
 
 def context_panel(image: Tensor, puzzle: Puzzle, title: str = "") -> Panel:
     """The context of the first image at its true positions; the other positions stay empty."""
-    places = puzzle.places[:1, : puzzle.known]
+    places = puzzle.places[[0], : puzzle.known]
     return _panel(image, places, places, puzzle, title)
 
 
@@ -146,14 +146,14 @@ def unordered_panel(image: Tensor, puzzle: Puzzle, row: int, seed: int = 0) -> P
     """The patches of a puzzle in random order, as the model gets them; the context outlined."""
     noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (puzzle.grid[0] * puzzle.grid[1],))
     layout = random_permutation(noise)[:, : puzzle.places.shape[1]]
-    return _panel(image, puzzle.places[row : row + 1], layout, puzzle, known=puzzle.known)
+    return _panel(image, puzzle.places[[row]], layout, puzzle, known=puzzle.known)
 
 
 def verdict_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
     """DropPos's Figure 3: hidden patches black, wrong ones white, those with a position outlined."""
-    hidden, wrong = (marks[row : row + 1] for marks in hidden_and_wrong(puzzle))
+    hidden, wrong = (marks[[row]] for marks in hidden_and_wrong(puzzle))
     painted = paint_places(paint_places(image[None], hidden, puzzle.grid, 0.0), wrong, puzzle.grid, 1.0)
-    positioned = mask_of(puzzle.places[row : row + 1, : puzzle.known], hidden.shape[1])
+    positioned = mask_of(puzzle.places[[row], : puzzle.known], hidden.shape[1])
     marks = {"outlined": positioned[0].numpy(), "hidden": hidden[0].numpy(), "wrong": wrong[0].numpy()}
     return Panel(painted[0].numpy(), title, **marks)
 
@@ -202,7 +202,7 @@ def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -
         ]
         for which, (patches, puzzle) in enumerate(zip(mix.inputs, mix.puzzles, strict=True)):
             # The patches were shuffled already, so the input is shown as it is.
-            context = mask_of(puzzle.places[:1, : puzzle.known], puzzle.places.shape[1])
+            context = mask_of(puzzle.places[[0], : puzzle.known], puzzle.places.shape[1])
             titles = (f"input {1 + which}", f"built {1 + which}") if first else ("", "")
             row.append(Panel(patches[0].numpy(), titles[0], outlined=context[0].numpy()))
             row.append(placed_panel(patches[0], puzzle, 0, titles[1]))

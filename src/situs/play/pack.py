@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from situs.backbones.base import Backbone
 from situs.backbones.timm.plain import plain_vit
 from situs.errors import SitusError
 from situs.methods.base import Method
@@ -25,22 +26,22 @@ from situs.methods.mp3 import MP3
 from situs.methods.supervised import Supervised
 from situs.models.model import Model
 
+T = TypeVar("T", bound=nn.Module)
+
 STEPS = 32767
 """Steps of a row's largest number."""
 
 _SMALL = 1024  # numbers of a matrix that stays in 32 bits
 
 
-def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def described(model: Model, trained: Method | Backbone | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The facts of a model for the page, and its tensors by the page's names; a model that cannot run there is refused.
 
     trained: `model.trained` with other values, such as rounded ones.
     """
     trained = model.trained if trained is None else trained
     method = trained if isinstance(trained, Method) else None
-    backbone = model.backbone if method is None else method.backbone
-    if method is None and isinstance(trained, type(model.backbone)):
-        backbone = trained
+    backbone = trained.backbone if isinstance(trained, Method) else trained
     if not model.samples.modality.pixels:
         raise SitusError(f"{model.name}: the playground takes only models whose input is images", field="model")
     vit = plain_vit(backbone)
@@ -121,14 +122,13 @@ def _decoder(decoder: Decoder, tensors: dict[str, Tensor], eps: dict[str, float]
     return {"depth": len(layers), "heads": layers[0].heads if layers else 1}
 
 
-def rounded(trained: nn.Module) -> nn.Module:
+def rounded(trained: T) -> T:
     """A copy with its matrices rounded to 16 bits."""
     other = copy.deepcopy(trained)
     with torch.no_grad():
         for value in other.parameters():
             if is_rounded(value):
-                rows = value.flatten(1)
-                steps, size = _steps(rows)
+                steps, size = _steps(value)
                 value.copy_((steps * size).view_as(value))
     return other
 
@@ -138,8 +138,9 @@ def is_rounded(value: Tensor) -> bool:
     return value.dim() >= 2 and value.numel() >= _SMALL
 
 
-def _steps(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, m] -> whole numbers of steps [n, m], and the size of a step of each row [n, 1]."""
+def _steps(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, …] -> whole numbers of steps [n, m], and the size of a step of each row [n, 1]."""
+    rows = value.flatten(1)
     size = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / STEPS
     return (rows / size).round(), size
 

@@ -73,7 +73,8 @@ def write_playground(
     about |= {"labels": labels if about["kind"] == "classes" and top1_reason(model, loader) is None else None}
     about |= {"data": loader.source.name, "images": len(pixels)}
     raw, error = base64.b64encode(pixels.numpy().tobytes()).decode("ascii"), 0.0
-    for short in (False, True):
+    for bits in (32, 16):
+        short = bits == 16
         if short:
             coarse = rounded(model.trained)
             with evaluating(model.trained, coarse):
@@ -82,7 +83,7 @@ def write_playground(
             error = float((before - after).abs().max())
             tensors = described(model, coarse)[1]
         weights, about["tensors"] = packed(tensors, short=short)
-        page = _render(about | {"bits": 16 if short else 32, "error": error}, weights, raw)
+        page = _render(about | {"bits": bits}, weights, raw)
         megabytes = len(page) / 1e6
         if megabytes <= most_mb:
             break
@@ -100,7 +101,6 @@ def write_playground(
             field="most_mb",
         )
     path = write_result(Path(out), page)
-    bits = 16 if short else 32
     return Playground(path, megabytes, about["weights"], bits, error, len(pixels), loader.source.name)
 
 

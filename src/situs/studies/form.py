@@ -25,7 +25,8 @@ PAPERS = {
 class Verb(NamedTuple):
     """How the parts of a job become the words of a command. model: "word", the name of its flag, or "" for none.
 
-    trains: it makes a run, which can be resumed. data, seed: whether it takes them. word: an option without a flag.
+    trains: it makes a run, which can be resumed, from a seed. data: whether it takes data. word: an option without a
+    flag.
     partly: its numbers are valid even if its exit status says that some failed. bare: the model is optional. again:
     options that are repeated on resume. without: the value of `kind` that needs no data.
     """
@@ -33,7 +34,6 @@ class Verb(NamedTuple):
     model: str = "word"
     trains: bool = False
     data: bool = True
-    seed: bool = False
     word: str = ""
     partly: bool = False
     bare: bool = False
@@ -46,8 +46,8 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "pretrain": Verb(model="", trains=True, seed=True),
-    "finetune": Verb(model="from", trains=True, seed=True),
+    "pretrain": Verb(model="", trains=True),
+    "finetune": Verb(model="from", trains=True),
     "evaluate accuracy": Verb(),
     "evaluate attention": Verb(),
     "evaluate consistency": Verb(),
@@ -65,7 +65,7 @@ VERBS = {
     "info": Verb(data=False),
     "lock": Verb(data=False),
     "bench": Verb(model="", data=False, word="cases", partly=True),
-    "split train": Verb(model="from", trains=True, seed=True, bare=True, again=("server",)),
+    "split train": Verb(model="from", trains=True, bare=True, again=("server",)),
     "split infer": Verb(),
 }
 """The verbs of jobs."""
@@ -168,7 +168,7 @@ class Job(Checked):
             if not values:
                 raise SitusError(f"each.{name}=[]: must have at least one value", field=f"each.{name}")
         for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
-            if name in self.options and not (name == "seed" and not how.seed):
+            if name in self.options and not (name == "seed" and not how.trains):
                 raise SitusError(f"options.{name}: is set by the study itself; leave it out", field=f"options.{name}")
 
 

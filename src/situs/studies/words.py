@@ -50,7 +50,7 @@ def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[s
         return [*job.verb.split(), *flags({"resume": str(task.folder), **kept, **data_option})]
     models = {name: str(folder.tasks[needed].folder) for name, needed in task.needs.items()}
     known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
-    options = {**put(job.options, known), **data_option, **({"seed": task.seed} if how.seed else {})}
+    options = {**put(job.options, known), **data_option, **({"seed": task.seed} if how.trains else {})}
     start = [models[name] for name in job.models] or ([put(job.model, known)] if job.model else [])
     if start and how.model != "word":
         options[how.model] = start.pop()

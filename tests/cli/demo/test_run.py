@@ -11,9 +11,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from builders import small_method, small_vit
+from outcomes import outcome
 from PIL import Image
 
 from situs import progress
@@ -21,11 +26,13 @@ from situs.cli.demo import findings, stage
 from situs.cli.demo import run as demo
 from situs.cli.demo.stage import Stage
 from situs.cli.main import main
+from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
 from situs.locks.attacks.match import Schedule, long_schedule
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.measure import hooks
+from situs.measure.reconstruct import PuzzleRatios, study
 from situs.report.html import Page
 from situs.results import Table
 
@@ -199,6 +206,7 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
         f"with the key: {100 * owner:.1f} %; without: 10.0 %; attacker with 24 unlabelled images: {100 * after:.1f} %"
     )
     assert bars in "".join(map(str, found.picture.blocks))
+    assert ('"bad"' in "".join(found.picture.blocks)) == falls
     assert ("An attacker with 24 unlabelled images opens the lock" in found.title) == falls
     assert ("better attack" in found.title) != falls
 
@@ -219,6 +227,20 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     assert "Findings skipped because an extra is missing: 1." in here.page.render()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "in 0 s,"), (59.4, "in 59 s,"), (59.6, "in 1 min 0 s,"), (3725.0, "in 62 min 5 s,")]
+)
+def test_the_page_says_how_long_it_took(seconds: float, said: str, tmp_path: Path) -> None:
+    here = Stage(3, quick=False, runs=tmp_path, page=Page("p"))
+    here.page.section("Details").text("of a finding")
+    demo._finish(here, [], seconds)
+    assert said in here.page.lead and "skipped" not in here.page.lead
+    assert here.page.notice == "" and "situs demo --seed 3" in here.page.render()
+    first, second, *_ = here.page.sections  # what to try stands before the details of the findings
+    assert (first.title, first.look) == ("Next, with your own data and model", "")
+    assert (second.title, second.look) == ("Details", "fold")
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = tmp_path / "taken"
     taken.write_text("")
@@ -231,3 +253,105 @@ def test_flags_are_known_before_torch_is_imported() -> None:
     code = "import sys, situs.cli.demo.run; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+HERE: Any = {"quick": True, "runs": Path("nowhere")}
+
+
+@pytest.mark.parametrize(
+    ("alone", "points", "helped"), [(50.0, 3.1, False), (50.0, 3.2, True), (50.0, -9.0, False), (96.0, 1.3, True)]
+)
+def test_few_labels_are_saved_only_by_more_than_twice_the_spread(
+    alone: float, points: float, helped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shares of 2,000 images each vary by chance; around 50 %, their difference by 1.6 points."""
+    after, trained, drawn = alone + points, list[str](), list[Any]()
+
+    def log(path: Path, **_: Any) -> Any:
+        best = after if path.name == stage.AFTER else alone
+        rows = [{"epoch": 0.999, "val_top1": 0.1}, {"step": 7}, {"epoch": 2.0, "val_top1": best / 100}]
+        return SimpleNamespace(records=lambda: rows)
+
+    monkeypatch.setattr(findings, "classify", lambda _, run: trained.append(run))
+    monkeypatch.setattr(findings.RunFolder, "open", log)
+    curves = findings.figures.curves
+    monkeypatch.setattr(findings.figures, "curves", lambda *given: drawn.append(given) or curves(*given))
+    found = findings.find_labels(Stage(0, **HERE))
+    assert (found.title == "Pretraining on position saves labels.") == helped
+    assert found.number == f"{points:+.1f}".replace("-", "−")
+    assert trained == [stage.AFTER, stage.ALONE]
+    assert [*drawn[0][0].values()] == [([1, 2], pytest.approx([10.0, best])) for best in (after, alone)]
+    bars = "".join(map(str, found.picture.blocks))
+    assert f"100 labels: {after:.1f} %" in bars and f"100 labels: {alone:.1f} %" in bars
+    assert ('"good"' in bars) == helped
+
+
+@pytest.mark.parametrize(
+    ("psnr", "proved", "title", "number"),
+    [
+        ((60.0, 60.0), (0, 1), "One training step reveals the image exactly.", "2 of 2"),
+        ((60.0, 60.0), (0,), "One training step reveals much of the image.", "1 of 2"),
+        ((10.0, 20.1), (), "One training step reveals much of the image.", "0 of 2"),
+        ((10.0, 20.0), (), "This attack recovered little from one training step.", "0 of 2"),
+    ],
+)
+def test_a_step_reveals_as_much_as_was_recovered(
+    psnr: tuple[float, ...], proved: tuple[int, ...], title: str, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = torch.rand(2, 1, 8, 8)
+    facts = [{"bytes": at in proved} for at in range(2)]
+    pair = outcome("patchembed", "none", None, None, {"psnr": [*psnr]}, facts, images)
+    said = SimpleNamespace(findings=[pair], images=images, summary=lambda: SimpleNamespace(sentence="so."))
+    monkeypatch.setattr(findings.situs, "audit_gradients", lambda *_, **__: said)
+    found = findings.find_gradients(Stage(0, **HERE))
+    assert (found.title, found.number, found.of) == (title, number, "images recovered byte for byte")
+    none = SimpleNamespace(**{**vars(said), "findings": [outcome("patchembed", "none", "no table")]})
+    monkeypatch.setattr(findings.situs, "audit_gradients", lambda *_, **__: none)
+    refused = findings.find_gradients(Stage(0, **HERE))
+    assert (refused.title, refused.number, refused.of) == ("No training step was attacked.", "–", "no table")
+
+
+@pytest.mark.parametrize(("places", "restored"), [(1.0, True), (0.951, True), (0.95, False), (0.1, False)])
+def test_an_order_is_restored_where_nearly_every_token_is_placed(
+    places: float, restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above are the pictures that the server found, in another order; below are the client's own."""
+    drawn: list[Any] = []
+    shown, own = torch.rand(2, 4, 1, 28, 28)
+    figures = {"places": places, "channels": 1.0, "psnr": 30.0}
+    last = SimpleNamespace(findings=[SimpleNamespace(figures=figures, shown=shown)])
+    audit = SimpleNamespace(settings=[None, last], pictures=own, samples=50, guess=lambda _: 12.0)
+    monkeypatch.setattr(findings, "audit_split", lambda *_, **__: audit)
+    draw = findings.pixel_rows
+    monkeypatch.setattr(findings, "pixel_rows", lambda rows, **how: drawn.append(rows) or draw(rows, **how))
+    found = findings.find_order(Stage(0, **HERE))
+    assert (found.title == "A server that sees only shuffled tokens can restore their order.") == restored
+    assert found.number == f"{100 * places:.0f} %"
+    [(mixed, recovered, client)] = drawn
+    assert torch.equal(recovered, shown[:3]) and torch.equal(client, own[:3])
+    parts, real = (
+        sorted(each.unfold(2, 7, 7).unfold(3, 7, 7).reshape(3 * 16, 49).tolist()) for each in (mixed, shown[:3])
+    )
+    assert parts == real and not torch.equal(mixed, recovered)
+
+
+@pytest.mark.parametrize(("right", "learned"), [(0.25, False), (0.26, True)])
+def test_places_are_learned_at_more_than_four_times_chance(
+    right: float, learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the curve of the training stands the line of chance: one of 16 places."""
+    torch.manual_seed(0)
+    method = small_method("mp3", small_vit(28, depth=1, patch_size=7, in_chans=1)).eval()
+    batch = Batch(torch.rand(5, 1, 28, 28), torch.arange(5))
+    solved = study(method, [batch], [PuzzleRatios(0.0)], lambda images: images, show=5, pairs=1)  # type: ignore[arg-type]
+    scores = {PuzzleRatios(0.0): solved.scores[PuzzleRatios(0.0)]._replace(right=right)}
+    history = [{"step": 2, "position_accuracy": 0.125}, {"epoch": 1}, {"step": 4, "position_accuracy": 0.5}]
+    monkeypatch.setattr(findings, "pretrain", lambda _: history)
+    monkeypatch.setattr(findings, "analyze_reconstruct", lambda *_, **__: replace(solved, scores=scores))
+    drawn: list[Any] = []
+    curves = findings.figures.curves
+    monkeypatch.setattr(findings.figures, "curves", lambda *given: drawn.append(given[0]) or curves(*given))
+    found = findings.find_places(Stage(0, **HERE))
+    assert (found.title == "A model can learn where patches belong, without labels.") == learned
+    assert found.number == f"{16 * right:.1f} of 16"
+    assert drawn == [{"MP3": ([2, 4], [12.5, 50.0]), "chance": ([2, 4], [6.25, 6.25])}]

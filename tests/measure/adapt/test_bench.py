@@ -79,6 +79,33 @@ def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: t
     assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("total", "looks"),
+    [(1, [1]), (4, [1, 2, 3, 4]), (16, [2, 4, 6, 8, 10, 12, 14, 16]), (80, [10, 20, 30, 40, 50, 60, 70, 80])],
+)
+def test_a_training_is_judged_eight_times_and_at_its_end(
+    total: int, looks: list[int], bench: tuple[Bench, Initial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal moments the first is taken: here all that come after the third look."""
+    own, origin = bench
+    now, seen, asked = [0], list[int](), list[int]()
+
+    def steps(*_: Any) -> Any:
+        for step in range(1, total + 1):
+            now[0] = step
+            yield step
+
+    def answers(_: Any, method: Any, loader: Any, config: Any) -> torch.Tensor:
+        seen.append(now[0])
+        return torch.full((len(loader.source),), float(len(seen) >= 3)).double()
+
+    monkeypatch.setattr("situs.measure.adapt.bench.updates", steps)
+    monkeypatch.setattr(Bench, "_answers", answers)
+    row = own.trained("head", origin, torch.empty(0), None, torch.arange(30) % 2, 1, total, lambda: asked.append(1))
+    assert seen == looks and len(asked) == total and row.total == total
+    assert row.updates == looks[min(2, len(looks) - 1)] if len(looks) > 2 else looks[0]
+
+
 def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     start = own.make(origin, "class means")[1]

@@ -151,7 +151,8 @@ def test_neighbours_are_named_beyond_chance(more: int, told: int) -> None:
     rows.append(rows[0]._replace(origin=Initial("mp3", "p"), right=torch.ones(40).double()))
     asked: list[dict[str, Any]] = []
 
-    def frozen(config: Any, train: Any, own: bool) -> Any:
+    def frozen(config: Any, train: Any, positions: bool) -> Any:
+        assert positions  # those of the given weights
         return SimpleNamespace(command=lambda verb, **more: asked.append({verb: more}) or "situs x")
 
     with pytest.MonkeyPatch.context() as patch:

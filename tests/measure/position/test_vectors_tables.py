@@ -107,3 +107,5 @@ def test_references_have_the_shape_asked_for_and_are_the_same_twice() -> None:
     assert [tuple(table.shape) for table in first.values()] == [(12, 24), (12, 26)]
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["random (reference)"], reference_tables(12, (3, 4), 26, 1)[[*first][1]])
+    for dim, even in ((1, 4), (4, 4), (7, 4), (8, 8), (11, 8)):  # sines and cosines of rows and columns
+        assert [table.shape[1] for table in reference_tables(12, (3, 4), dim).values()] == [even, dim]

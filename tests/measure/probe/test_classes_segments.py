@@ -10,7 +10,7 @@ from builders import small_vit
 from masked import write_ade
 from torch.nn import functional as F
 
-from situs.data.batch import VOID
+from situs.data.batch import VOID, Batch
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.mask import MaskConfig
@@ -63,6 +63,21 @@ def test_crops_and_classes_lie_upon_each_other(data: Path) -> None:
     red = inputs[:, 0] > inputs[:, 2]  # the disc is red and the ground is not
     known = masks != VOID
     assert float((red == (masks == 1))[known].float().mean()) > 0.97
+
+
+def test_a_class_is_that_of_the_pixel_under_the_middle_of_its_cell() -> None:
+    """Two images of 8 × 10 pixels that came from larger ones, cut to their centre; a mask has its own size."""
+    inputs = torch.arange(2 * 80).reshape(2, 1, 8, 10).float()
+    whole, count = [(32, 50), (8, 10)], (3, 2)
+    masks = [torch.arange(high * wide).reshape(high, wide) for high, wide in whole]
+    targets = {"mask": masks, "sides": torch.tensor([(8, 10)] * 2), "whole": torch.tensor(whole)}
+    crops, found = _centres(Batch(inputs, torch.arange(2), targets), (6, 8), count)  # type: ignore[arg-type]
+    assert torch.equal(crops, inputs[:, :, 1:7, 1:9])
+    for mask, (high, wide), classes in zip(masks, whole, found, strict=True):
+        for row in range(3):
+            for column in range(2):
+                y, x = 1 + (2 * row + 1), 1 + (4 * column + 2)  # of the input
+                assert classes[row, column] == mask[y * high // 8, x * wide // 10]
 
 
 def test_colours_are_read_off_frozen_patches(data: Path) -> None:

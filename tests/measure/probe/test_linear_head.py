@@ -46,7 +46,10 @@ def test_the_head_is_the_probe_of_timms_own_features() -> None:
     data, loader = loader_of()
     method = small_method("supervised", small_vit(SIDE, num_classes=3), classes=3)
     before = {name: value.clone() for name, value in method.state_dict().items()}
-    ProbeHead(FinetuneConfig(data=data, init="x"), loader, "fp32").begin(method)
+    said: list[str] = []
+    with notes_to(said.append):
+        ProbeHead(FinetuneConfig(data=data, init="x"), loader, "fp32").begin(method)
+    assert len(said) == 1 and "starts from a linear probe" in said[0]
     changed = {name for name, value in method.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"backbone.model.head.weight", "backbone.model.head.bias"}
 

@@ -1,0 +1,47 @@
+"""The command line and Python do the same where nothing is said."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+
+from situs.cli.main import verb_type
+
+FUNCTIONS = {
+    "adapt": "situs.measure.adapt.run.adapt_model",
+    "audit gradients": "situs.audit.audit_gradients",
+    "audit lock": "situs.locks.audit_lock",
+    "audit split": "situs.audit.split.audit.audit_split",
+    "audit texts": "situs.audit.text.audit.audit_texts",
+    "bench": "situs.bench.bench_step",
+    "data check": "situs.data.check.check",
+    "evaluate accuracy": "situs.measure.accuracy.evaluate_accuracy",
+    "evaluate attention": "situs.measure.attention.analyze_attention",
+    "evaluate consistency": "situs.measure.consistency.evaluate_consistency",
+    "evaluate knn": "situs.measure.knn.evaluate_knn",
+    "evaluate position": "situs.measure.position.head.evaluate_position",
+    "evaluate probe": "situs.measure.probe.classes.evaluate_probe",
+    "evaluate reconstruct": "situs.measure.reconstruct.analyze_reconstruct",
+    "evaluate robustness": "situs.measure.robustness.run.evaluate_robustness",
+    "info": "situs.locks.verify",
+    "lock": "situs.locks.lock",
+    "play": "situs.play.write_playground",
+    "report": "situs.measure.runs.analyze_runs",
+    "split certs": "situs.split.transport.certificates.make_certificates",
+    "study run": "situs.studies.run_study",
+    "unlock": "situs.locks.unlock",
+}
+OWN = {"audit split": {"pictures"}, "bench": {"cases", "config"}, "audit lock": {"config"}}
+"""What the command line shows without being asked: pictures; the usual cases; a config of its own flags."""
+
+
+@pytest.mark.parametrize("verb", FUNCTIONS)
+def test_a_flag_has_the_default_of_the_function_behind_its_verb(verb: str) -> None:
+    module, _, name = FUNCTIONS[verb].rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    flags = {each.name: each.default for each in fields(verb_type(verb)) if each.name not in OWN.get(verb, ())}
+    both = {name: each.default for name, each in parameters.items() if name in flags and each.default is not each.empty}
+    assert both and {name: flags[name] or None for name in both} == {name: both[name] or None for name in both}
