@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from situs.audit.split.attackers import attack
-from situs.audit.split.text import COUNT
+from situs.audit.split.audit import DEFENCES
 from situs.cli.main import main
 
 QUICK = ["--split", "train", "--count", "4", "--public", "20", "--attacks", "order,linkage,labels"]
@@ -98,11 +98,26 @@ def told(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     return asked
 
 
+def test_images_have_the_defaults_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the flags do not give is left to `audit_split`, and what they give is what it gets."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("situs.cli.audit.open_from", lambda args: "model")
+    monkeypatch.setattr("situs.cli.audit.present", lambda result, out: None)
+    monkeypatch.setattr("situs.audit.split.audit.audit_split", lambda model, **options: asked.update(options))
+    assert main(["audit", "split", "gpt2"]) == 0
+    assert not asked.keys() & {"count", "public", "defences", "permute", "base", "time_limit"}
+    assert main(["audit", "split", "gpt2", "--count", "64", "--permute", "rows", "--defences", "none"]) == 0
+    assert (asked["count"], asked["permute"], asked["defences"]) == (64, ("rows",), ("none",))
+
+
 def test_texts_have_defaults_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = told(monkeypatch)
     assert (asked["model"], asked["texts"]) == ("gpt2", "texts.txt")
-    assert (asked["defences"], asked["permute"], asked["count"]) == (("none",), None, COUNT)
-    assert "device" not in asked and "base" not in asked
+    assert not asked.keys() & {"defences", "permute", "count", "public", "device", "base"}
+    usual = ["--count", "64", "--public", "300", "--permute", "rows,columns"]  # the values that images have by default
+    asked = told(monkeypatch, *usual, "--defences", ",".join(DEFENCES))
+    assert (asked["count"], asked["public"], asked["permute"]) == (64, 300, ("rows", "columns"))
+    assert asked["defences"] == DEFENCES
     given = ["--defences", "noise=1", "--permute", "columns", "--count", "5", "--device", "cpu", "--seed", "3"]
     asked = told(monkeypatch, *given, "--depth", "0,half", "--out", str(tmp_path / "new"))
     assert (asked["defences"], asked["permute"], asked["count"]) == (("noise=1",), ("columns",), 5)

@@ -30,8 +30,6 @@ from situs.audit.public import TABLE_ATTACKED
 from situs.audit.scores import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
-from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
-from situs.audit.split.text import COUNT as TEXT_COUNT
 from situs.audit.split.text import LONGEST, PromptAudit, audit_prompts
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
@@ -404,19 +402,22 @@ class Split(ImageArgs):
 
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random. The attack no-embedding needs at least 100 images."""
+    count: Annotated[int | None, Parameter(metavar="SAMPLES")] = None
+    """Number of samples to attack, chosen at random. Default: 64 images or 24 texts. The attack no-embedding needs at
+    least 100 images."""
 
     batch: int = 64
     """Images per batch."""
 
-    defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
+    defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = ()
     """Defences, comma-separated: none, noise=σ (noise whose standard deviation is σ times that of the tokens),
     lowpass=r (keep the lowest fraction r of the frequencies), or batch-shuffle=B (shuffle tokens among B samples).
-    "curve" stands for each defence at several strengths."""
+    "curve" stands for each defence at several strengths. Default: none (for images also
+    noise=0.2,lowpass=0.3,batch-shuffle=8)."""
 
-    permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
-    """Test each defence also with permuted tokens (rows) or channels (columns), or with both if you give both."""
+    permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = ()
+    """Test each defence also with permuted tokens (rows), channels (columns), or both. Default: both (for texts: those
+    that the model supports)."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(SPLIT_ATTACKS)
     """Attacks, comma-separated."""
@@ -425,8 +426,8 @@ class Split(ImageArgs):
     """The model before fine-tuning, for the attack old-embedding (images). On texts, the attacker knows this model
     instead of the fine-tuned one."""
 
-    public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of other images (or texts) of the same data set that the attacker has. Default for texts: 200."""
+    public: Annotated[int | None, Parameter(metavar="SAMPLES")] = None
+    """Number of other samples of the set that the attacker has. Default: 300 images or 200 texts."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
     """Depths to attack, comma-separated. A depth is the number of blocks that run on the client, "half" (half of all
@@ -460,8 +461,9 @@ class Split(ImageArgs):
                 raise SitusError(f"{name}: is not used for {'texts' if texts else 'images'}; leave it out", field=name)
         if texts:
             return self._texts(keep)
-        options = {name: value for name, value in options_of(self).items() if name not in TEXTS_ONLY}
-        deadline = Deadline(lambda line: remark(f"situs: {line}"), options.pop("time_limit"))
+        options = {name: value for name, value in options_of(self).items() if name not in (*TEXTS_ONLY, "time_limit")}
+        options = {name: value for name, value in options.items() if value not in (None, ())}
+        deadline = Deadline(lambda line: remark(f"situs: {line}"), self.time_limit)
         with first_ctrl_c(deadline):
             present(audit_split(open_from(self), deadline=deadline, keep=keep, **options), self.out)
         return INTERRUPTED if deadline.interrupted else 0
@@ -470,11 +472,9 @@ class Split(ImageArgs):
         """The same for a language model."""
         assert self.data is not None
         check_folder(self.out, "split-audit")
-        options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
-        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT}
-        options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
-        options = {"count": self.count, "public": self.public, **options}
-        options |= {name: getattr(self, name) for name in ("device", "base") if getattr(self, name) is not None}
+        options = {name: getattr(self, name) for name in ("depth", "wire", "longest", "seed")}
+        asked = ("count", "public", "defences", "permute", "device", "base")
+        options |= {name: getattr(self, name) for name in asked if getattr(self, name) not in (None, ())}
         deadline = Deadline(lambda line: remark(f"situs: {line}"), self.time_limit)
         facts = {"command": command_of("audit split", self)}
         with first_ctrl_c(deadline):
