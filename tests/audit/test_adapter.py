@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
+from situs.audit.adapter import grid_of
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
@@ -317,6 +318,26 @@ def test_reasons() -> None:
 )
 def test_the_reason_names_what_was_looked_for(named: dict[str, str], said: str) -> None:
     assert said in str(adapt(module(norm=True), 8, **named).stem)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "grid"),
+    [
+        (4, (8, 8), (2, 2)),
+        (8, (8, 16), (2, 4)),
+        (8, (16, 8), (4, 2)),
+        (12, (24, 8), (6, 2)),
+        (1, (5, 7), (1, 1)),
+        (5, (5, 7), (5, 1)),
+        (7, (5, 7), (1, 7)),
+        (3, (8, 8), (0, 0)),
+        (16, (12, 8), (4, 4)),
+    ],
+)
+def test_patches_stand_in_the_even_grid_that_makes_them_most_square(
+    count: int, size: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    assert grid_of(count, size) == grid
 
 
 def test_finding_touches_nothing() -> None:

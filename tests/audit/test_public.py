@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from situs.audit import audit_gradients, audit_settings
 from situs.audit.defences.sent import OwnDp
 from situs.audit.gradients import Audit
-from situs.audit.public import ATTACKED, CHOSEN
+from situs.audit.public import ATTACKED, CHOSEN, AuditConfig, open_audit
 from situs.audit.scores import Lpips
 from situs.audit.victim import Victim
 from situs.errors import SitusError
@@ -103,6 +103,15 @@ def test_a_defence_that_would_not_be_made_is_refused(defences: list[str]) -> Non
     with pytest.raises(SitusError) as caught:
         audit_settings("test_vit", "samples", ("a",), defences=defences)
     assert caught.value.fields == ("defences", "settings")
+
+
+@pytest.mark.parametrize(("classes", "count"), [(None, 1000), (7, 7)])
+def test_a_model_without_a_classifier_gets_one(classes: int | None, count: int) -> None:
+    """Of as many classes as the help says."""
+    config = AuditConfig(classes=classes, count=1)
+    shape = {"img_size": 28, "model_args": {"depth": 1, "embed_dim": 48, "num_heads": 2}}
+    opened = open_audit("vit_small_patch14_reg4_dinov2=random", "samples", ["patchembed"], config, shape)
+    assert opened.victim.model.backbone.num_classes == count
 
 
 def test_images_that_lpips_cannot_measure_are_refused_before_anything_is_attacked(

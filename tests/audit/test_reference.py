@@ -122,6 +122,20 @@ def test_numbers_that_overflowed_and_tensors_of_rounding_alone_do_not_count() ->
     assert nothing.wrong == "the gradient of these images is 0" and not nothing.resolved
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+@pytest.mark.parametrize(("sigma", "doubled"), [(0.0, ""), (0.0, "a"), (0.01, ""), (0.01, "b")])
+def test_the_size_of_all_numbers_together_changes_no_finding(scale: float, sigma: float, doubled: str) -> None:
+    """One tensor is far smaller than all others, and another is not the gradient."""
+    clean = {n: (5e-3 if n == "e" else 1.0) * g.double() for n, g in CLEAN.items()}
+    sent = {n: (2 if n == doubled else 1) * g + sigma * drawn(1)[n].double() for n, g in clean.items()}
+    if not sigma:
+        sent["c"] = sent["c"].flip(0)
+    plain = compare(sent, clean)
+    other = compare({n: scale * g for n, g in sent.items()}, {n: scale * g for n, g in clean.items()})
+    assert (other.wrong, other.quiet, other.resolved) == (plain.wrong, plain.quiet, plain.resolved)
+    assert other.factor == pytest.approx(plain.factor) and other.sigma == pytest.approx(scale * plain.sigma)
+
+
 def test_chance_makes_no_direction_of_noise_stand_out() -> None:
     for shape in ((40, 40), (5, 200), (200, 5)):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -141,6 +155,7 @@ def test_chance_makes_no_direction_of_noise_stand_out() -> None:
         (0.2, 0.011, True, "none", ""),  # all of it clipped
         (1.04, 0.011, True, "none", "but the stated noise is 0"),
         (1.0, 1.14, False, "noise=1", ""),
+        (1.0, 1.15, False, "noise=1", ""),
         (1.0, 1.16, False, "noise=1", "1 times the gradient of these images by a standard deviation of 1.16"),
         (3.9, 1.0, False, "noise=1", ""),
         (4.1, 1.0, False, "noise=1", "but the stated noise is 1"),

@@ -14,7 +14,8 @@ from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.solver import SOLVED
-from situs.audit.attacks.tokens.attack import TokensConfig, _rank
+from situs.audit.attacks.tokens.attack import TokensConfig, _pixels, _rank
+from situs.audit.attacks.tokens.block import Block
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import FIRST, Deadline
@@ -188,6 +189,18 @@ def test_the_order_without_a_table_is_proved_by_rotations_and_else_a_guess(
     assert (fact["verdict"], fact.get("hidden")) == ((None, None) if ordered else (guess, 4))
 
 
+@pytest.mark.parametrize("normalisation", [None, ((0.5, 0.4, 0.3), (0.2, 0.25, 0.5))])
+def test_pixels_range_from_black_to_white_as_far_as_the_normalisation_is_known(normalisation: Any) -> None:
+    """And over two deviations to either side where it is not."""
+    block = Block(vit(size=8))
+    pixels = _pixels(block, Knowledge(normalisation=normalisation))
+    mean, std = normalisation or ((0.0,) * 3, (0.5,) * 3)
+    first = -1 if normalisation is None else 0
+    black, white = ((end - torch.tensor(mean)) / torch.tensor(std) for end in (first, 1))
+    for found, end in ((pixels.low, black), (pixels.high, white)):
+        torch.testing.assert_close(found, end.repeat(16).double())  # channels last within a patch
+
+
 def test_the_best_solution_fits_and_leaves_least() -> None:
     facts: list[dict[str, Any]] = [
         {"fits": fits, "residual": residual}
@@ -239,7 +252,9 @@ def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.
     found = audited(x)
     [pair], ruling = found.pairs, found.judge(psnr=50)
     assert str(found.stopped).startswith(stop) and "6 of 9 patches" in str(pair.why("stopped"))
-    assert pair.exact == 1 and ruling.status == 3 and "what the gate allows" in str(ruling) and "0 has psnr" in str(ruling)
+    assert (
+        pair.exact == 1 and ruling.status == 3 and "what the gate allows" in str(ruling) and "0 has psnr" in str(ruling)
+    )
     assert "stopped after" in verdict(found) and "6 of 9 patches" in verdict(found)
     assert pair.shown is not None
     away = patchify((pair.shown - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
