@@ -297,16 +297,20 @@ def test_a_transform_that_was_not_undone_for_one_of_the_images_is_a_failure(
     residuals: list[float], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two images to each fact, of which the worse counts; without a fact that fits nothing is to be doubted."""
-    left = iter([*residuals, *residuals])
+    left = iter([*residuals, *residuals, *residuals])
     view = SimpleNamespace(image=lambda _: (torch.zeros(3, 4, 4), next(left)), affine=False, scaled=None, invariant="")
     monkeypatch.setattr("situs.audit.attacks.patchembed.view_of", lambda *_: view)
     backbone = adapt(Module(lambda x: x), 16)
-    facts: list[dict[str, Any]] = [{"fits": True, "proof": "it fits"}, {"fits": False, "proof": "none"}]
-    images = see_through(torch.zeros(4, 16, 48), backbone, require_stem(backbone), Knowledge(), facts)
-    assert images.shape == (4, 3, 4, 4)
-    assert facts[0].keys() == {"fits", "proof", "unseen", "verdict"} and facts[0]["proof"] is None
-    assert facts[0]["fits"] is False and said in str(facts[0]["verdict"]).lower()
-    assert facts[1] == {"fits": False, "proof": "none", "unseen": None}
+    facts: list[dict[str, Any]] = [{"fits": True, "proof": "it fits", "rank": 9}, {"fits": True}, {"fits": False}]
+    images = see_through(torch.zeros(6, 16, 48), backbone, require_stem(backbone), Knowledge(), facts)
+    assert images.shape == (6, 3, 4, 4)
+    verdict = facts[0]["verdict"]
+    assert said in str(verdict).lower()
+    assert facts[0] == {"fits": False, "proof": None, "rank": 9, "unseen": None, "verdict": verdict}
+    assert facts[1] == {"fits": False, "unseen": None, "verdict": verdict} and facts[2] == {
+        "fits": False,
+        "unseen": None,
+    }
 
 
 def shuffled_columns() -> Scaled:
