@@ -62,12 +62,20 @@ def test_named_stems_leak_every_pixel(kind: str) -> None:
     stem = require_stem(backbone)
     assert (stem.weight, stem.bias, stem.table) == ("model.patches.weight", "model.patches.bias", "model.places")
     assert (stem.first, stem.count, stem.layout) == (1, 4, "unfolded" if kind == "convolution" else "matrix")
-    assert (backbone.grid, backbone.dim, backbone.num_prefix) == ((2, 2), 24, 1)
+    assert (backbone.grid, backbone.dim, backbone.num_prefix, backbone.input.patch) == ((2, 2), 24, 1, (4, 4))
     assert require_stem(adapt(module(kind), 8)) == stem  # nobody need name them
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = PatchEmbedding().recover(backbone, [upload], Knowledge(), Deadline())
     assert found.facts[0]["fits"] is True
     assert float((found.images - X).norm() / X.norm()) < 1e-2
+
+
+def test_overlapping_patches_have_neither_a_grid_nor_a_size() -> None:
+    own = module()
+    own.patches, own.places = nn.Conv2d(3, 24, 4, 2), nn.Parameter(torch.randn(1, 10, 24))
+    backbone = adapt(own, 8)
+    assert require_stem(backbone).count == 9
+    assert (backbone.grid, backbone.input.patch) == ((0, 0), None)
 
 
 def test_gradients_are_those_of_the_module_itself() -> None:
