@@ -27,7 +27,9 @@ from situs.audit.reference import (
     compare,
     cross_entropy_slopes,
     dropout_of,
+    guessed_passes,
     logits_of,
+    replay,
     same,
     units,
 )
@@ -205,6 +207,33 @@ def test_slopes_are_those_of_torchs_own_cross_entropy() -> None:
     seen.add(expected)
     seen.add(2 * expected)
     torch.testing.assert_close(seen.slopes, 3 * expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_slopes_of_a_step_follow_from_the_classifiers_gradient(bias: bool) -> None:
+    """Of no more images than it has inputs, the constant of a bias among them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 4, bias=bias)).double()
+    for count, known in ((1, True), (6, True), (7, bias), (8, False)):
+        images, labels = torch.randn(count, 3, 2, 2).double(), torch.arange(count) % 4
+        loss = nn.functional.cross_entropy(module(images), labels)
+        values = torch.autograd.grad(loss, list(module.parameters()))
+        gradients = {name: g for (name, _), g in zip(module.named_parameters(), values, strict=True)}
+        guesses = guessed_passes(module, images, gradients)
+        assert len(guesses) == 2 * known
+        for guess in guesses:
+            assert guess.slopes is not None and guess.images is images
+            torch.testing.assert_close(guess.slopes, cross_entropy_slopes(module(images).detach(), labels))
+            again = replay(module, [guess])
+            assert isinstance(again, dict)
+            torch.testing.assert_close(again, gradients)
+            doubled = replay(module, [guess, guess])
+            assert isinstance(doubled, dict)
+            torch.testing.assert_close(doubled, {name: 2 * g for name, g in gradients.items()})
+    lost = {name: g.clone() for name, g in gradients.items()}
+    lost["3.weight"][1, 2] = torch.inf
+    assert guessed_passes(module, images[:1], lost) == [] == guessed_passes(module, images[:1], {"1.weight": values[0]})
+    assert guessed_passes(nn.Sequential(module, nn.Softmax(dim=1)), images[:1], gradients) == []
 
 
 def test_logits_and_images_are_found_in_what_modules_take_and_give() -> None:
