@@ -202,7 +202,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
         greys = mixed[:, 0]
         logits = torch.zeros(1, 16, 16)
         for index, value in enumerate(greys):
-            logits[0, index, place_of[round(float(value), 6)]] = 20.0
+            logits[0, index, place_of[round(float(value), 6)]] = 200.0
         return type("Features", (), {"patches": logits + 0 * tokens.sum()})()
 
     predictor.position_head = ReadsGrey()  # type: ignore[assignment]
@@ -210,7 +210,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
     costs = predicted_costs(predictor, mixed, mask, size)
     assert costs.shape == (4, 4)
     assert costs.argmin(dim=1).tolist() == [3, 2, 1, 0]
-    found = order_hidden(mixed, mask, grid, size, predictor=predictor, weight=10.0)
+    found = order_hidden(mixed, mask, grid, size, predictor=predictor)
     assert right(found, real, mask) == 1.0
     assert right(order_hidden(mixed, mask, grid, size), real, mask) < 1.0
 

@@ -14,8 +14,9 @@ from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.solver import SOLVED
+from situs.audit.attacks.tokens import attack as module
 from situs.audit.attacks.tokens.attack import TokensConfig, _pixels, _rank
-from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import FIRST, Deadline
@@ -137,12 +138,15 @@ def test_what_it_cannot_do_is_said() -> None:
     assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)
 
 
-def test_weights_that_changed_are_read_again() -> None:
+def test_weights_that_changed_are_read_again_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, x = vit().float(), photographs()
-    attack = create_attack("tokens")
-    for _ in range(2):
+    attack, reads = create_attack("tokens"), list[Any]()
+    monkeypatch.setattr(module, "read_block", lambda copy: reads.append(copy) or read_block(copy))
+    for number in range(2):
         sent = victim_gradients(backbone, x, torch.tensor([0]))
+        assert isinstance(attack.prepare(backbone, sent, Knowledge()), Ready)
         assert psnr(attack.recover(backbone, [sent], Knowledge(), Deadline()).images, x) > 60
+        assert len(reads) == number + 1
         with torch.no_grad():
             backbone.model.pos_embed.add_(torch.randn_like(backbone.model.pos_embed))
 

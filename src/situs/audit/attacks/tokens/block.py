@@ -101,9 +101,7 @@ class ModuleRunner(Runner):
     def __init__(self, backbone: StemBackbone) -> None:
         super().__init__(backbone)
         self.stem = backbone.stem if isinstance(backbone.stem, Stem) else _find_embedding(backbone)
-        embedding = dict(backbone.named_parameters())[self.stem.weight]
-        self.weight = flat_weight(embedding.detach(), self.stem)
-        self.names.pop(id(embedding), None)
+        self.weight = flat_weight(dict(backbone.named_parameters())[self.stem.weight].detach(), self.stem)
         self.places, shape = self.stem.count, backbone.input.shape
         assert shape is not None
         self.image = self.weight.new_zeros(1, backbone.input.channels, *shape)
