@@ -68,6 +68,20 @@ def test_a_module_and_the_same_as_an_open_model() -> None:
     assert again.numbers() == found.numbers()
 
 
+@pytest.mark.parametrize(("count", "end"), [(4, ""), (5, " …")])
+def test_an_audit_of_uploads_says_what_it_was_given(count: int, end: str) -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    loss = nn.functional.cross_entropy(net(torch.randn(1, 1, 16, 16)), torch.tensor([2]))
+    gradients = dict(zip(dict(net.named_parameters()), torch.autograd.grad(loss, list(net.parameters())), strict=True))
+    asked: dict[str, Any] = {"attacks": ["patchembed"], "img_size": 16, "in_chans": 1, "facts": {"by": "a test"}}
+    found = audit_gradients(net, upload=[gradients] * count, **asked)
+    facts, names = found.provenance.facts, ", ".join(one.name for one in found.uploads[:4])
+    assert (facts["uploads"], facts["taken as"]) == (f"{count}: {names}{end}", "gradient")
+    assert (facts["gradients"], facts["labels"], facts["by"]) == ("batch 1", "inferred", "a test")
+    assert facts["images"] == f"{count}, originals not given, 16 × 16 pixels"
+
+
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
