@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
+from situs.audit.adapter import grid_of
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
@@ -61,12 +62,20 @@ def test_named_stems_leak_every_pixel(kind: str) -> None:
     stem = require_stem(backbone)
     assert (stem.weight, stem.bias, stem.table) == ("model.patches.weight", "model.patches.bias", "model.places")
     assert (stem.first, stem.count, stem.layout) == (1, 4, "unfolded" if kind == "convolution" else "matrix")
-    assert (backbone.grid, backbone.dim, backbone.num_prefix) == ((2, 2), 24, 1)
+    assert (backbone.grid, backbone.dim, backbone.num_prefix, backbone.input.patch) == ((2, 2), 24, 1, (4, 4))
     assert require_stem(adapt(module(kind), 8)) == stem  # nobody need name them
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = PatchEmbedding().recover(backbone, [upload], Knowledge(), Deadline())
     assert found.facts[0]["fits"] is True
     assert float((found.images - X).norm() / X.norm()) < 1e-2
+
+
+def test_overlapping_patches_have_neither_a_grid_nor_a_size() -> None:
+    own = module()
+    own.patches, own.places = nn.Conv2d(3, 24, 4, 2), nn.Parameter(torch.randn(1, 10, 24))
+    backbone = adapt(own, 8)
+    assert require_stem(backbone).count == 9
+    assert (backbone.grid, backbone.input.patch) == ((0, 0), None)
 
 
 def test_gradients_are_those_of_the_module_itself() -> None:
@@ -317,6 +326,26 @@ def test_reasons() -> None:
 )
 def test_the_reason_names_what_was_looked_for(named: dict[str, str], said: str) -> None:
     assert said in str(adapt(module(norm=True), 8, **named).stem)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "grid"),
+    [
+        (4, (8, 8), (2, 2)),
+        (8, (8, 16), (2, 4)),
+        (8, (16, 8), (4, 2)),
+        (12, (24, 8), (6, 2)),
+        (1, (5, 7), (1, 1)),
+        (5, (5, 7), (5, 1)),
+        (7, (5, 7), (1, 7)),
+        (3, (8, 8), (0, 0)),
+        (16, (12, 8), (4, 4)),
+    ],
+)
+def test_patches_stand_in_the_even_grid_that_makes_them_most_square(
+    count: int, size: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    assert grid_of(count, size) == grid
 
 
 def test_finding_touches_nothing() -> None:

@@ -21,6 +21,7 @@ from situs.audit import ChosenWeightsError, check_weights, guard
 from situs.audit.attacks.crafted import craft
 from situs.audit.chosen import (
     MEASURES,
+    MOST,
     Measure,
     Reading,
     WeightCheck,
@@ -280,6 +281,8 @@ def test_a_public_model_gives_the_distance_and_excuses_what_it_shows_itself(craf
     equal = check_weights(crafted, crafted)
     assert equal.status == PASSED and equal.distance == 0.0
     assert any("bit for bit" in note for note in equal.summary().notes)
+    values = {reading.name: reading.value for reading in equal.readings}
+    assert [values[name] for name in COMPARED] == [1 / MOST] * 3  # nothing changed: the least there is
     other = check_weights(crafted, vit())
     assert other.status == ABOVE and other.distance is not None and other.distance >= 1
 

@@ -54,6 +54,15 @@ def test_the_rows_times_the_weight_are_the_output(way: str) -> None:
     torch.testing.assert_close(product, expected)
 
 
+@pytest.mark.parametrize("multiply", [torch.matmul, torch.mm, Tensor.mm, Tensor.matmul, lambda x, w: x @ w])
+def test_rows_times_a_matrix_are_a_product_and_a_vector_times_it_is_none(multiply: Any) -> None:
+    weight, x = torch.randn(4, 5), torch.randn(3, 4)
+    recorder = Recorder({id(weight): "w"})
+    torch.testing.assert_close(recorder.run(lambda: multiply(x, weight) + x[0] @ weight), x @ weight + x[0] @ weight)
+    [product] = recorder.products
+    assert (product.name, product.kind) == ("w", "turned") and torch.equal(product.rows, x[:, None])
+
+
 def test_other_weights_and_groups_are_no_products() -> None:
     class Other(nn.Module):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from situs.audit import audit_gradients, audit_settings
 from situs.audit.defences.sent import OwnDp
 from situs.audit.gradients import Audit
-from situs.audit.public import ATTACKED, CHOSEN
+from situs.audit.public import ATTACKED, CHOSEN, AuditConfig, open_audit
 from situs.audit.scores import Lpips
 from situs.audit.victim import Victim
 from situs.errors import SitusError
@@ -68,6 +68,20 @@ def test_a_module_and_the_same_as_an_open_model() -> None:
     assert again.numbers() == found.numbers()
 
 
+@pytest.mark.parametrize(("count", "end"), [(4, ""), (5, " …")])
+def test_an_audit_of_uploads_says_what_it_was_given(count: int, end: str) -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    loss = nn.functional.cross_entropy(net(torch.randn(1, 1, 16, 16)), torch.tensor([2]))
+    gradients = dict(zip(dict(net.named_parameters()), torch.autograd.grad(loss, list(net.parameters())), strict=True))
+    asked: dict[str, Any] = {"attacks": ["patchembed"], "img_size": 16, "in_chans": 1, "facts": {"by": "a test"}}
+    found = audit_gradients(net, upload=[gradients] * count, **asked)
+    facts, names = found.provenance.facts, ", ".join(one.name for one in found.uploads[:4])
+    assert (facts["uploads"], facts["taken as"]) == (f"{count}: {names}{end}", "gradient")
+    assert (facts["gradients"], facts["labels"], facts["by"]) == ("batch 1", "inferred", "a test")
+    assert facts["images"] == f"{count}, originals not given, 16 × 16 pixels"
+
+
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
@@ -103,6 +117,15 @@ def test_a_defence_that_would_not_be_made_is_refused(defences: list[str]) -> Non
     with pytest.raises(SitusError) as caught:
         audit_settings("test_vit", "samples", ("a",), defences=defences)
     assert caught.value.fields == ("defences", "settings")
+
+
+@pytest.mark.parametrize(("classes", "count"), [(None, 1000), (7, 7)])
+def test_a_model_without_a_classifier_gets_one(classes: int | None, count: int) -> None:
+    """Of as many classes as the help says."""
+    config = AuditConfig(classes=classes, count=1)
+    shape = {"img_size": 28, "model_args": {"depth": 1, "embed_dim": 48, "num_heads": 2}}
+    opened = open_audit("vit_small_patch14_reg4_dinov2=random", "samples", ["patchembed"], config, shape)
+    assert opened.victim.model.backbone.num_classes == count
 
 
 def test_images_that_lpips_cannot_measure_are_refused_before_anything_is_attacked(

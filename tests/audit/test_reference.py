@@ -27,7 +27,9 @@ from situs.audit.reference import (
     compare,
     cross_entropy_slopes,
     dropout_of,
+    guessed_passes,
     logits_of,
+    replay,
     same,
     units,
 )
@@ -122,6 +124,20 @@ def test_numbers_that_overflowed_and_tensors_of_rounding_alone_do_not_count() ->
     assert nothing.wrong == "the gradient of these images is 0" and not nothing.resolved
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+@pytest.mark.parametrize(("sigma", "doubled"), [(0.0, ""), (0.0, "a"), (0.01, ""), (0.01, "b")])
+def test_the_size_of_all_numbers_together_changes_no_finding(scale: float, sigma: float, doubled: str) -> None:
+    """One tensor is far smaller than all others, and another is not the gradient."""
+    clean = {n: (5e-3 if n == "e" else 1.0) * g.double() for n, g in CLEAN.items()}
+    sent = {n: (2 if n == doubled else 1) * g + sigma * drawn(1)[n].double() for n, g in clean.items()}
+    if not sigma:
+        sent["c"] = sent["c"].flip(0)
+    plain = compare(sent, clean)
+    other = compare({n: scale * g for n, g in sent.items()}, {n: scale * g for n, g in clean.items()})
+    assert (other.wrong, other.quiet, other.resolved) == (plain.wrong, plain.quiet, plain.resolved)
+    assert other.factor == pytest.approx(plain.factor) and other.sigma == pytest.approx(scale * plain.sigma)
+
+
 def test_chance_makes_no_direction_of_noise_stand_out() -> None:
     for shape in ((40, 40), (5, 200), (200, 5)):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -141,6 +157,7 @@ def test_chance_makes_no_direction_of_noise_stand_out() -> None:
         (0.2, 0.011, True, "none", ""),  # all of it clipped
         (1.04, 0.011, True, "none", "but the stated noise is 0"),
         (1.0, 1.14, False, "noise=1", ""),
+        (1.0, 1.15, False, "noise=1", ""),
         (1.0, 1.16, False, "noise=1", "1 times the gradient of these images by a standard deviation of 1.16"),
         (3.9, 1.0, False, "noise=1", ""),
         (4.1, 1.0, False, "noise=1", "but the stated noise is 1"),
@@ -190,6 +207,33 @@ def test_slopes_are_those_of_torchs_own_cross_entropy() -> None:
     seen.add(expected)
     seen.add(2 * expected)
     torch.testing.assert_close(seen.slopes, 3 * expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_slopes_of_a_step_follow_from_the_classifiers_gradient(bias: bool) -> None:
+    """Of no more images than it has inputs, the constant of a bias among them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 4, bias=bias)).double()
+    for count, known in ((1, True), (6, True), (7, bias), (8, False)):
+        images, labels = torch.randn(count, 3, 2, 2).double(), torch.arange(count) % 4
+        loss = nn.functional.cross_entropy(module(images), labels)
+        values = torch.autograd.grad(loss, list(module.parameters()))
+        gradients = {name: g for (name, _), g in zip(module.named_parameters(), values, strict=True)}
+        guesses = guessed_passes(module, images, gradients)
+        assert len(guesses) == 2 * known
+        for guess in guesses:
+            assert guess.slopes is not None and guess.images is images
+            torch.testing.assert_close(guess.slopes, cross_entropy_slopes(module(images).detach(), labels))
+            again = replay(module, [guess])
+            assert isinstance(again, dict)
+            torch.testing.assert_close(again, gradients)
+            doubled = replay(module, [guess, guess])
+            assert isinstance(doubled, dict)
+            torch.testing.assert_close(doubled, {name: 2 * g for name, g in gradients.items()})
+    lost = {name: g.clone() for name, g in gradients.items()}
+    lost["3.weight"][1, 2] = torch.inf
+    assert guessed_passes(module, images[:1], lost) == [] == guessed_passes(module, images[:1], {"1.weight": values[0]})
+    assert guessed_passes(nn.Sequential(module, nn.Softmax(dim=1)), images[:1], gradients) == []
 
 
 def test_logits_and_images_are_found_in_what_modules_take_and_give() -> None:

@@ -55,6 +55,25 @@ def test_fixed_maps_are_undone(name: str) -> None:
     assert seen.unseen() == 0
 
 
+@pytest.mark.parametrize(("gain", "offset"), [(0.5, 0.0), (-2.0, 7.0), (1e-6, 1e-3), (1e4, -1e4)])
+def test_centre_and_spread_are_the_mean_and_deviation_of_the_layers_input(gain: float, offset: float) -> None:
+    seen = view(lambda x: gain * x + offset)
+    inputs = seen.feed(torch.randn(200, *SHAPE, generator=torch.Generator().manual_seed(9), dtype=torch.float64))
+    assert float((seen.centre - offset).abs().max()) <= 1e-12 * abs(offset)
+    assert seen.spread == pytest.approx(float(inputs.std()), rel=0.15)
+
+
+def test_a_single_number_of_a_photograph_that_is_not_seen_is_counted() -> None:
+    def without(x: Tensor) -> Tensor:
+        kept = torch.ones_like(x)
+        kept[:, 1, 40, 50] = 0
+        return x * kept
+
+    shape = (3, 224, 224)
+    device = torch.device("cpu")
+    assert [View(Feed(Before(made), 0), shape, device).unseen() for made in (without, lambda x: x)] == [1, 0]
+
+
 def test_maps_that_move_and_scale_are_known_entry_by_entry() -> None:
     for name in ("scaled", "channels", "rolled"):
         seen, image = view(MAPS[name]), picture()

@@ -14,6 +14,7 @@ layer alone, and a first block of attention and MLP with norms before them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +109,14 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
     for number, product in enumerate(products):
         if not sees_image[number] or product.name not in gradients or weight not in (None, product.name):
             continue
-        flat = flat_weight(gradients[product.name], Stem(product.name, None, "", 0, (1, 1), product.kind))
+        flat = flat_weight(gradients[product.name], Stem(product.name, None, "", 0, layout=product.kind))
         for name in tables:
             place = None if name == product.name else _place(gradients[name], flat, product.rows[0].detach())
             if place is not None and _sees_enough(product.rows, model, number, images):
                 bias = f"{product.name.removesuffix('weight')}bias"
-                count = product.rows.shape[1]
                 channels, first = place
-                fields = (product.kind, number, channels, count)
-                stems.append(Stem(product.name, bias if bias in trained else None, name, first, (1, 1), *fields))
+                stem = Stem(product.name, bias if bias in trained else None, name, first, layout=product.kind)
+                stems.append(replace(stem, product=number, channels=channels, count=product.rows.shape[1]))
                 break
     best = min(stems, key=lambda stem: (-stem.count, stem.weight), default=None)
     return best or _reason(weight, table, any(sees_image))

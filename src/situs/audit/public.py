@@ -53,9 +53,6 @@ AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"
 COUNT = 12
 """The default number of images."""
 
-CLASSES = 1000
-"""The default number of classes for a model without a classifier."""
-
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -326,7 +323,8 @@ def open_audit(
     check_server(created, SERVERS[config.server])
     _check_used(config, {attack.Config for attack in created})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    options = {"loss": config.loss, **open_args, "classes": config.classes or CLASSES, "seed": config.seed}
+    options = {"loss": config.loss, **open_args, "seed": config.seed}
+    options |= {} if config.classes is None else {"classes": config.classes}
     victim = open_victim(model, **options)
     opened = victim.model
     captured = [] if upload is None else open_uploads(upload.source, victim.trains, upload.stated, upload.sent)

@@ -205,16 +205,16 @@ def fill(image: Tensor, invariant: str, normalisation: tuple[Sequence[float], Se
 class Stem:
     """Names of the parameters that an image meets first. first: the row of the table that belongs to patch 0.
 
-    layout: how the weight holds a patch: "patches" as a convolution on the patches of `patchify`; else the weight is
-    multiplied with the rows of product number `product` (`products.Feed`). channels: the table's axis of channels, from
-    the end. count: of the patches; 0 for as many as the backbone has tokens.
+    layout: how the weight holds a patch: "patches" as a convolution on the patches of `patchify` of `patch_size`; else
+    the weight is multiplied with the rows of product number `product` (`products.Feed`). channels: the table's axis of
+    channels, from the end. count: of the patches; 0 for as many as the backbone has tokens.
     """
 
     weight: str
     bias: str | None
     table: str
     first: int
-    patch_size: tuple[int, int]
+    patch_size: tuple[int, int] = (0, 0)
     layout: Literal["patches"] | Kind = "patches"
     product: int = -1
     channels: int = -1

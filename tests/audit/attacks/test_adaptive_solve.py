@@ -252,6 +252,10 @@ def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
         adaptive._fit_of(attempt, places, off),
         usual.block.fc2.residual(usual.block.plain.late(family.streams(places, off))),
     )
+    explained = usual.block.fc2.expected(usual.block.plain.late(family.streams(places, off)))
+    guess = int(sticks.argmax())  # as noise alone would be at most, though nothing proves it
+    usual.block.fc2.noise = (held + 1e6) * float(sticks[guess] / explained[guess]) / (0.99 * SOLVED)
+    assert SOLVED < float(adaptive._fit_of(attempt, places, off)[guess]) <= adaptive.DOUBTFUL
     usual.block.fc2.noise = held
     assert (sticks > TELLING).any()
     assert (fit[sticks > TELLING] > SOLVED).all()

@@ -142,8 +142,12 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "registers" in str(reason(April(), registers))
     wide = create_backbone("vit_tiny_patch16_224", img_size=64, model_args={"depth": 1})
     assert "768" in str(caveat(April(), wide)) and "192" in str(caveat(April(), wide))
+    full = small_vit(24, depth=1, width=48, patch_size=4, num_classes=7)  # as many values as channels, and fewer tokens
+    assert caveat(April(), full) is None
+    even = small_vit(20, depth=1, width=26, heads=2, patch_size=4, num_classes=7)  # as many tokens
+    assert "a patch has more values (48) than a token has channels (26)" in str(caveat(April(), even))
     many = create_backbone("vit_tiny_patch16_224", img_size=64, patch_size=4, model_args={"depth": 1})
     assert "257" in str(caveat(April(), many)) and "192" in str(caveat(April(), many))
-    assert "sums over the images" in str(caveat(April(), wide, step=Step(4)))
+    assert "sums over the images" in str(caveat(April(), wide, step=Step(2)))
     fixed = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
     assert "fixed or frozen" in str(reason(April(), fixed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, natural_basis, plan_of
+from situs.audit.attacks.crafted import (
+    ChosenWeights,
+    Plan,
+    codes_of,
+    craft,
+    edges_of,
+    natural_basis,
+    plan_of,
+)
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
@@ -139,6 +148,40 @@ def test_a_neuron_is_switched_on_by_its_place_and_by_codes_above_its_edge() -> N
         tokens = on.any(dim=2)
         assert not tokens[:, [t for t in range(17) if t != place + 1]].any()
         assert bool((on[:, place + 1].int().diff(dim=1) <= 0).all())  # the lower edges first
+
+
+@torch.no_grad()
+def test_the_code_of_an_image_is_what_the_neurons_of_its_tokens_get() -> None:
+    model, images = craft(vit(), photographs(64)), photographs(7)
+    plan = plan_of(model)
+    assert isinstance(plan, Plan)
+    seen: list[Tensor] = []
+    hook = model.parts()[0].mlp.up[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(images)
+    hook.remove()
+    got = (seen[0][:, 1:, plan.channels.code] - seen[0][:, 1:, plan.channels.zero]).double()
+    torch.testing.assert_close(got, codes_of(model, plan, images)[:, None].expand_as(got), rtol=0.02, atol=1e-4)
+    for public in (None, images[:1]):  # the deviation of one image is none
+        assumed = codes_of(model, plan, public)
+        torch.testing.assert_close(
+            assumed, codes_of(model, plan, torch.full((2, 3, 16, 16), 0.6)) * torch.tensor([-1, 1])
+        )
+
+
+@pytest.mark.parametrize("batch", [1, 96, 97, 300])
+def test_edges_part_a_normal_distribution_evenly_or_into_one_image_each(batch: int) -> None:
+    """By the mean and deviation of the public images' codes."""
+    model, images = vit(), photographs(64)
+    plan = plan_of(model)
+    assert isinstance(plan, Plan) and plan.bins == 96
+    codes, edges = codes_of(model, plan, images), edges_of(model, plan, images, batch)
+    below = torch.tensor([NormalDist(float(codes.mean()), float(codes.std())).cdf(float(edge)) for edge in edges])
+    if batch > plan.bins:
+        expected = 1 - torch.arange(plan.bins, 0, -1) / batch
+    else:
+        expected = torch.cat([torch.zeros(1), (torch.arange(1, plan.bins) + 0.5) / plan.bins])
+    torch.testing.assert_close(below, expected, rtol=0, atol=1e-6)
+    assert bool(edges.isfinite().all()) and bool((edges.diff() > 0).all())
 
 
 def test_a_wide_patch_loses_its_least_natural_directions_and_says_so() -> None:

@@ -78,6 +78,14 @@ def test_fewer_heads_than_places_copy_the_means_of_squares() -> None:
     assert recovery.facts[0]["separated"] == 3 and float(distance.max()) < 1e-4
 
 
+@pytest.mark.parametrize(("depth", "heads", "side"), [(4, 4, 1), (5, 3, 2), (2, 2, 2), (3, 1, 4)])
+def test_places_share_the_smallest_squares_for_which_there_are_heads(depth: int, heads: int, side: int) -> None:
+    """A grid of 4 by 4 in squares of one size, the last of a row and of a column cut off, numbered row by row."""
+    plan = ChosenHead().planned(vit(depth=depth, num_heads=heads), 3)
+    corners = [(row // side, column // side) for row in range(4) for column in range(4)]
+    assert list(plan.squares) == [sorted(set(corners)).index(corner) for corner in corners]
+
+
 def test_what_cannot_be_read_is_refused() -> None:
     model = vit()
     refused = ChosenHead().prepare(model, ["model.head.weight"], Knowledge())

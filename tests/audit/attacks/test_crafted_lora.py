@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted import projections
-from situs.audit.attacks.crafted_lora import ChosenLora
+from situs.audit.attacks.crafted import codes_of, projections
+from situs.audit.attacks.crafted_lora import ChosenLora, _centre_first, _edges
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
@@ -90,8 +91,29 @@ def test_of_a_batch_the_images_between_edges_are_read_and_no_mixture_is_called_o
         for patches in singles:
             assert float((truth - patches)[:, reading.seen].square().mean(dim=(1, 2)).min()) < 1e-3
         alone += len(singles)
-        assert attack.recover(model, [upload], known).images.shape == images.shape
+        recovery = attack.recover(model, [upload], known)
+        assert recovery.images.shape == images.shape
+        assert str(recovery.facts[0]["verdict"]).endswith("may read the other images")  # every place has its head
     assert alone >= 1
+
+
+@pytest.mark.parametrize("batch", [2, 3, 6, 40])
+def test_above_each_edge_one_image_more_of_a_batch_is_expected(batch: int) -> None:
+    """By a normal distribution of the public images' codes; of a batch no larger than the edges one more is assumed."""
+    model = lora(depth=9)
+    plan = ChosenLora().planned(model, 6)
+    edges = _edges(model, plan, batch, photographs(64, 9))
+    codes = codes_of(model, plan, photographs(64, 9))
+    above = [1 - NormalDist(float(codes.mean()), float(codes.std())).cdf(edge) for edge in edges]
+    assert above == pytest.approx([2 / max(batch, 3), 1 / max(batch, 3)])
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 3), (2, 1)])
+def test_places_nearest_to_the_centre_come_first(grid: tuple[int, int]) -> None:
+    places = _centre_first(grid)
+    assert sorted(places) == list(range(grid[0] * grid[1]))
+    away = [(2 * (p // grid[1]) - grid[0] + 1) ** 2 + (2 * (p % grid[1]) - grid[1] + 1) ** 2 for p in places]
+    assert away == sorted(away)
 
 
 def test_a_bright_image_alone_is_in_one_interval_and_a_dark_one_in_none() -> None:
@@ -128,7 +150,7 @@ def test_a_heads_comparison_does_not_see_the_norms_mean() -> None:
         attention = model.parts()[block].attention
         size = model.dim // attention.heads
         _, keys, _ = projections(attention)
-        rows = keys[[slot.head * size + 1 for slot in slots if slot.block == block]]
+        rows = keys[[slot.head * size + row for slot in slots if slot.block == block for row in (0, 1)]]
         assert bool(rows.any(dim=1).all())
         assert float(rows.sum(dim=1).abs().max()) < 1e-6 * float(rows.abs().max())
 

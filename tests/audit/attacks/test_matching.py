@@ -236,9 +236,11 @@ def test_ctrl_c_before_the_next_search_keeps_those_before(backbone: Any, monkeyp
         return plain(self, *given)
 
     monkeypatch.setattr(Matching, "measure", measure)
-    deadline = Deadline()
-    found = attack(backbone, pictures(3), deadline=deadline, parallel=1, iterations=2)
-    assert deadline.interrupted and len(found.facts) == 1 and found.partial is None
+    lines: list[str] = []
+    deadline = Deadline(lines.append)
+    found = attack(backbone, pictures(3), deadline=deadline, parallel=2, iterations=2)
+    assert deadline.interrupted and len(found.facts) == 2 and found.partial is None
+    assert [line for line in lines if "uploads" in line] == ["matching: uploads 1 to 2", "matching: uploads 3 to 3"]
     calls = iter(range(1, 9))
     with pytest.raises(KeyboardInterrupt):  # nothing to keep
         attack(backbone, pictures(1), iterations=2)

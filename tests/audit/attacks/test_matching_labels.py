@@ -90,6 +90,8 @@ def test_a_sure_label_counts_although_it_is_well_known() -> None:
     mean = torch.tensor([0.2, -0.4, -0.01, 0.21], dtype=torch.float64)
     assert count_labels(mean, 2).tolist() == [1, 2]
     assert count_labels(mean, 2, noise=0.1).tolist() == [1, 1]  # drowned in noise it is not
+    found = [count_labels(mean, 2, noise=0.01 / deviations).tolist() for deviations in (3.9, 4.1)]
+    assert found == [[1, 1], [1, 2]]  # four deviations are no noise
 
 
 def test_nothing_sent_nothing_inferred() -> None:

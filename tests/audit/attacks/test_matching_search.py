@@ -3,6 +3,7 @@ no two searches."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -90,6 +91,20 @@ def test_searches_do_not_mix() -> None:
         alone = optimise(bowl(centre[p : p + 1]), start[p : p + 1], config, Deadline(), "x")
         assert torch.equal(alone.images[0], together.images[p])
         assert torch.equal(alone.loss[0], together.loss[p])
+
+
+def test_steps_are_ten_times_shorter_after_three_five_and_seven_eighths() -> None:
+    """Of signs that never change Adam makes steps of its whole size."""
+    seen: list[float] = []
+
+    def slope(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(float(images.detach()))
+        return images.sum(dim=(1, 2, 3, 4)), images.detach().sum(dim=(1, 2, 3, 4))
+
+    start = torch.zeros(1, 1, 1, 1, 1, dtype=torch.float64)
+    optimise(slope, start, MatchingConfig(iterations=16, lr=0.5), Deadline(), "x")
+    steps = [before - after for before, after in itertools.pairwise(seen)]
+    assert steps == pytest.approx([0.5] * 6 + [0.05] * 4 + [0.005] * 4 + [0.0005])
 
 
 @pytest.mark.parametrize("signed", [True, False])

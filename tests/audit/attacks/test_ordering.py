@@ -150,6 +150,27 @@ def test_total_cost_by_hand() -> None:
     assert solve_puzzle(puzzle).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("hidden", [range(5, 6), [0, 1, 6, 11], range(3, 12), range(12)])
+def test_the_cost_of_an_order_is_that_of_all_borders_of_hidden_patches(hidden: Any) -> None:
+    """In units of the mean border of two known patches, where there are any."""
+    chance, size, grid = torch.Generator().manual_seed(len(hidden)), (2, 3), (3, 4)
+    patches, mask = torch.randn(12, 12, generator=chance).double(), torch.zeros(12, dtype=torch.bool)
+    mask[list(hidden)] = True
+    places = mask.nonzero()[:, 0]
+    pairs = [(p, p + 1, "right") for p in range(12) if p % 4 < 3] + [(p, p + 4, "below") for p in range(8)]
+
+    def cost(of: torch.Tensor, a: int, b: int, side: str) -> float:
+        return float(border_costs(of[a : a + 1], of[b : b + 1], size, side))
+
+    known = [cost(patches, *pair) for pair in pairs if not mask[pair[0]] and not mask[pair[1]]]
+    puzzle, unit = make_puzzle(patches, mask, grid, size), sum(known) / len(known) if known else 1.0
+    for _ in range(3):
+        order, whole = torch.randperm(len(places), generator=chance), patches.clone()
+        whole[places] = patches[places][order]
+        costs = [cost(whole, *pair) for pair in pairs if mask[pair[0]] or mask[pair[1]]]
+        assert total_cost(puzzle, order) * unit == pytest.approx(sum(costs))
+
+
 def test_known_patches_never_move() -> None:
     images = load_samples("test").images[:4].double() / 255
     for real, mixed, mask in shuffled(images, (4, 4), (7, 7), 0.5):
@@ -202,7 +223,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
         greys = mixed[:, 0]
         logits = torch.zeros(1, 16, 16)
         for index, value in enumerate(greys):
-            logits[0, index, place_of[round(float(value), 6)]] = 20.0
+            logits[0, index, place_of[round(float(value), 6)]] = 200.0
         return type("Features", (), {"patches": logits + 0 * tokens.sum()})()
 
     predictor.position_head = ReadsGrey()  # type: ignore[assignment]
@@ -210,7 +231,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
     costs = predicted_costs(predictor, mixed, mask, size)
     assert costs.shape == (4, 4)
     assert costs.argmin(dim=1).tolist() == [3, 2, 1, 0]
-    found = order_hidden(mixed, mask, grid, size, predictor=predictor, weight=10.0)
+    found = order_hidden(mixed, mask, grid, size, predictor=predictor)
     assert right(found, real, mask) == 1.0
     assert right(order_hidden(mixed, mask, grid, size), real, mask) < 1.0
 

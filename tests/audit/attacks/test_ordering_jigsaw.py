@@ -62,6 +62,21 @@ def test_pieces_fit_the_box_and_orders_have_every_patch_once(noise: float) -> No
     assert len(offsets) == 1  # the piece stays together
 
 
+@pytest.mark.parametrize("grid", [(3, 4), (4, 2)])
+def test_a_piece_grows_to_the_picture_whose_borders_cost_least(grid: tuple[int, int]) -> None:
+    """Patches in any order, and true neighbours alone cost little."""
+    count, chance = grid[0] * grid[1], np.random.default_rng(3)
+    picture = chance.permutation(count)
+    tables = sides(*(1 + chance.random((2, count, count))))
+    for place, patch in enumerate(picture.tolist()):
+        row, column = divmod(place, grid[1])
+        for (down, across), table in zip(STEPS, tables, strict=True):
+            if 0 <= row + down < grid[0] and 0 <= column + across < grid[1]:
+                table[patch, picture[place + down * grid[1] + across]] = 0.1
+    for start in range(count):
+        assert grown(tables, {(0, 0): start}, grid, 0.0, chance).tolist() == picture.tolist()
+
+
 def test_a_border_is_as_sure_as_the_best_other_one_of_either_patch_is_dear() -> None:
     """By loops; no patch is its own neighbour, and of two equal costs each is the other's rival."""
     chance = np.random.default_rng(0)

@@ -120,13 +120,14 @@ def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
     upload = victim_gradients(backbone, x, torch.arange(4))
     found = PatchEmbedding().recover(backbone, [upload], Knowledge(step=Step(4)), Deadline())
     assert max(error(found.images, x[i : i + 1]) for i in range(4)) < 10
-    assert "sums over the images" in str(caveat(PatchEmbedding(), backbone, step=Step(4)))
+    assert "sums over the images" in str(caveat(PatchEmbedding(), backbone, step=Step(2)))
 
 
 def test_too_many_patches_are_told() -> None:
     backbone = victim(width=12)
     found = attack(backbone, images())
     assert "there are more patches (16) than channels (12)" in str(caveat(PatchEmbedding(), backbone))
+    assert caveat(PatchEmbedding(), small_vit(16, depth=1, width=16, patch_size=4)) is None  # as many
     assert found.facts[0]["condition"] is None
     assert int(found.facts[0]["rank"]) < 16
     assert error(found.images, images()) < 30

@@ -16,6 +16,7 @@ from situs.audit import Knowledge, Noise, PatchEmbedding
 from situs.audit.attacks.equations import Solution, solve_pixels, whiten
 from situs.audit.attacks.patchembed import (
     Limits,
+    Order,
     byte_values,
     decision_order,
     in_order,
@@ -131,6 +132,22 @@ def test_the_search_finds_the_best_of_all_bytes(seed: int, size: float) -> None:
     tried = nearest.long() + torch.tensor(list(itertools.product(range(-3, 4), repeat=4)))
     best = cost(values[0, tried.clamp(0, 255)]).min()
     assert float(cost(placed)) == pytest.approx(float(best), rel=1e-9)
+
+
+@pytest.mark.parametrize("safe", [12.0, 1e9])
+def test_a_byte_is_surer_than_the_next_by_the_difference_of_their_squared_distances(safe: float) -> None:
+    """One patch whose every place is a number somewhere near or beyond the range, against all 256 bytes."""
+    values = torch.arange(256, dtype=torch.float64)[None] / 4 - 9  # in steps of 1/4
+    at = torch.tensor([-0.47, -0.2, 0.1, 0.47, 0.9, 1.3, 254.1, 254.6, 255.1, 255.47, 1.47, 100.44, 100.5]).double()
+    mean, sigma = (at / 4 - 9).view(1, 1, -1), 0.25 / 15
+    order = Order(torch.zeros(1, 1).long(), torch.full((1, 1), sigma).double(), torch.zeros(1, 1, 1).double())
+    near, index = ((mean[0, 0, :, None] - values) / sigma).square().sort(dim=1)
+    sure = near[:, 1] - near[:, 0]
+    for margin in (13.0, 30.0, 200.0, 300.0):
+        limits = Limits(mean_square=1e3, mean_square_fine=1e3, largest=1e3, margin=margin, safe=safe)
+        found, fits = nearest_bytes(mean, order, values, limits)
+        assert torch.equal(fits[0], sure >= margin)
+        assert torch.equal(found[0, 0][fits[0]], values[0][index[:, 0]][fits[0]])
 
 
 def test_the_order_takes_the_least_deviation_first_and_conditions_on_it() -> None:

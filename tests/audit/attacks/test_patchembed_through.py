@@ -289,6 +289,30 @@ def test_patches_that_another_attack_found_under_noise_are_not_judged_behind_a_m
         assert facts[0]["fits"] or "amplifies the noise" in facts[0]["verdict"]
 
 
+@pytest.mark.parametrize(
+    ("residuals", "said"),
+    [([0.9e-3, 0.2e-3], "several images"), ([0.2e-3, 1.1e-3], "could not invert"), ([1.1e-3, 0.0], "could not invert")],
+)
+def test_a_transform_that_was_not_undone_for_one_of_the_images_is_a_failure(
+    residuals: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images to each fact, of which the worse counts; without a fact that fits nothing is to be doubted."""
+    left = iter([*residuals, *residuals, *residuals])
+    view = SimpleNamespace(image=lambda _: (torch.zeros(3, 4, 4), next(left)), affine=False, scaled=None, invariant="")
+    monkeypatch.setattr("situs.audit.attacks.patchembed.view_of", lambda *_: view)
+    backbone = adapt(Module(lambda x: x), 16)
+    facts: list[dict[str, Any]] = [{"fits": True, "proof": "it fits", "rank": 9}, {"fits": True}, {"fits": False}]
+    images = see_through(torch.zeros(6, 16, 48), backbone, require_stem(backbone), Knowledge(), facts)
+    assert images.shape == (6, 3, 4, 4)
+    verdict = facts[0]["verdict"]
+    assert said in str(verdict).lower()
+    assert facts[0] == {"fits": False, "proof": None, "rank": 9, "unseen": None, "verdict": verdict}
+    assert facts[1] == {"fits": False, "unseen": None, "verdict": verdict} and facts[2] == {
+        "fits": False,
+        "unseen": None,
+    }
+
+
 def shuffled_columns() -> Scaled:
     """Patches of 2 × 2 of an image [3, 4, 4], their numbers in any order, each channel with a factor and an offset."""
     chance = torch.Generator().manual_seed(2)

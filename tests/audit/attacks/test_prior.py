@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from situs.audit import Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding, audit_gradients
 from situs.audit.adapter import adapt
-from situs.audit.attacks.prior import PatchEmbeddingPrior, image_prior
+from situs.audit.attacks.prior import PatchEmbeddingPrior, channel_covariance, image_prior
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step, create_defence
 from situs.audit.public import ATTACKED
+from situs.audit.stem import require_stem
 from situs.audit.victim import PUBLIC, load_test_set, open_victim
 from situs.gate import Limit, exposed
 
@@ -197,6 +198,26 @@ def test_other_weights_have_other_gradients() -> None:
     found = attack.recover(backbone, upload, known, Deadline()).images
     assert not torch.equal(attack._cached[2], before)
     assert torch.equal(found, PatchEmbeddingPrior().recover(backbone, upload, known, Deadline()).images)
+
+
+def test_the_covariance_of_channels_is_that_of_gradients_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an image with any class and one with the class that the model predicts, and a tenth in all directions."""
+    backbone, images = victim(), photographs(2) * torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
+    stem, prior = require_stem(backbone), image_prior((3, 32, 32))
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 2)
+    covariance = channel_covariance(backbone, stem, prior, Knowledge(public=images))
+
+    def part(image: Tensor, label: int) -> Tensor:
+        rows = victim_gradients(backbone, image[None], torch.tensor([label]))["model.pos_embed"][0, 1:].double()
+        rows = rows / rows.square().mean().sqrt()
+        return rows.T @ rows / len(rows)
+
+    predicted = part(images[1], int(backbone(images[1:]).argmax()))
+    ways = [0.1 * torch.eye(64) + (part(images[0], label) + predicted) / 2 for label in range(5)]
+    assert min(float((covariance - way).norm() / way.norm()) for way in ways) < 1e-4
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)  # two more are drawn
+    more = channel_covariance(backbone, stem, prior, Knowledge(public=images))
+    assert float(more.trace()) == pytest.approx(1.1 * 64) and not torch.allclose(more, covariance)
 
 
 def test_public_images_are_those_that_are_not_under_attack() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.audit.attacks.prior import GREY, image_prior
+from situs.audit.attacks.prior import GREY, _smooth, image_prior
 
 COLOUR = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -48,6 +48,16 @@ def test_the_prior_is_the_same_in_every_normalisation(public: int) -> None:
     assert torch.allclose(other.mean * std + mean, plain.mean)
     colours = [torch.einsum("ac,chw,bc->abhw", p.rotation, p.variance, p.rotation) for p in (plain, other)]
     assert torch.allclose(0.3**2 * colours[1], colours[0])
+
+
+def test_the_variance_of_a_cosine_is_a_mean_over_a_third_of_its_frequency() -> None:
+    power = torch.rand(2, 7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = torch.empty_like(power)
+    for row in range(7):
+        for column in range(11):
+            near = (slice(at - at // 3, at + at // 3 + 1) for at in (row, column))
+            expected[:, row, column] = power[:, *near].mean(dim=(1, 2))
+    torch.testing.assert_close(_smooth(power), expected)
 
 
 def test_public_images_tell_their_variances() -> None:

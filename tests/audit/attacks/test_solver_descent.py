@@ -221,3 +221,7 @@ def test_noise_moves_a_solution_as_far_as_least_squares_say() -> None:
     expected = float(moved.square().sum(dim=1).mean().sqrt())
     assert float(blur((jacobian @ jacobian.T)[None], along, span)) == pytest.approx(expected, rel=0.02)
     assert math.isfinite(float(blur(torch.full((1, 3, 3), torch.nan).double(), along, span)))
+    flat = torch.diag(torch.tensor([1.0, 2.0, 0.0])).double()  # a direction without equations is moved without end
+    assert float(blur(flat[None], along, span)) > 1e6 * expected
+    for factor in (4.0**-20, 4.0**20):  # residuals in other units
+        torch.testing.assert_close(factor**0.5 * blur(factor * flat[None], along, span), blur(flat[None], along, span))

@@ -322,7 +322,7 @@ def steps_off(gradient: Tensor) -> float:
     share = float((gradient == 0).double().mean())
     if step == 0:
         return 0.0
-    rate = min(max(-2 * math.log1p(-min(share, 1 - 1e-9)), 1e-6), 40.0)  # of the fall, a step
+    rate = -2 * math.log1p(-share)  # of the fall, a step
     at = torch.linspace(0, 1, 2001, dtype=torch.float64)
     density = torch.exp(-rate * at)
     inner = at <= 0.5  # rounded to 0, from either side; all further steps are alike

@@ -447,8 +447,10 @@ class ChosenWeights(CraftedAttack[Plan]):
         wider, alone, _ = _bins(backbone, plan, numbers, 2)
         pair = alone[:-1] & present[:-1] & present[1:] & ~single[:-1] & ~single[1:]
         pair[1:] &= ~pair[:-1]
-        used = single | torch.cat([pair, pair[:1] & False]) | torch.cat([pair[:1] & False, pair])
-        return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
+        others = present & ~single
+        others[:-1] &= ~pair
+        others[1:] &= ~pair
+        return torch.cat([patches[single], wider[:-1][pair]]), patches[others].nan_to_num()
 
     def unread(self, plan: Plan) -> tuple[int, list[str]]:
         return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost(

@@ -128,7 +128,7 @@ class ChosenHead(CraftedAttack[Copying]):
         nothing = torch.zeros(0, plan.places, plan.basis.shape[1], dtype=torch.float64)
         if not bool(empty.any()) or not bool(shares.isfinite().all()):
             return nothing, nothing
-        features = (weight[empty].mean(dim=0) - weight) * batch / counts.clamp(min=1).unsqueeze(1)
+        features = weight[empty].mean(dim=0) - weight  # times a factor that the deviation takes out
         deviation = 2 * LARGE / (features[:, c.plus] - features[:, c.minus])
         stored = (features - features[:, c.zero, None]) * deviation.unsqueeze(1)
         numbers = torch.stack([stored[:, plan.stored(square)] for square in plan.squares], dim=1)

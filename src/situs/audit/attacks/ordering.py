@@ -262,20 +262,19 @@ def order_hidden(
     size: tuple[int, int],
     *,
     predictor: MP3 | None = None,
-    weight: float = 1.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Patches [N, K] with the hidden patches at the places where they fit best.
 
-    predictor: a trained MP3 with the same patches; weight: of its -log p beside the cost of one border. stop: ends
-    the search with the best order so far.
+    predictor: a trained MP3 with the same patches, whose -log p counts as the cost of a border. stop: ends the search
+    with the best order so far.
     """
     places = hidden.nonzero()[:, 0]
     if len(places) < 2:
         return patches
     puzzle = make_puzzle(patches, hidden, grid, size)
     if predictor is not None:
-        puzzle = puzzle._replace(alone=puzzle.alone + weight * predicted_costs(predictor, patches, hidden, size))
+        puzzle = puzzle._replace(alone=puzzle.alone + predicted_costs(predictor, patches, hidden, size))
     order = solve_puzzle(puzzle, (grid[0], grid[1]) if bool(hidden.all()) else None, stop=stop)
     ordered = patches.clone()
     ordered[places] = take(patches[places].unsqueeze(0), order.to(places.device))[0]

@@ -14,7 +14,18 @@ from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.solver import SOLVED
-from situs.audit.attacks.tokens.attack import TokensConfig, _rank
+from situs.audit.attacks.tokens import attack as module
+from situs.audit.attacks.tokens.attack import (
+    TokensConfig,
+    _by_misfit,
+    _halfway,
+    _left,
+    _pixels,
+    _rank,
+    _times_counted,
+)
+from situs.audit.attacks.tokens.block import Block, read_block
+from situs.audit.attacks.tokens.linear import Misfit, count
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import FIRST, Deadline
@@ -86,10 +97,63 @@ def test_half_of_the_first_block_is_enough(withheld: str) -> None:
 
 
 def test_low_rank_products_are_no_victim_and_the_number_says_why() -> None:
-    backbone = vit().float()
-    add_lora(backbone, rank=4, alpha=4.0, targets=["qkv"])
-    found = create_attack("tokens").prepare(backbone, dict(backbone.named_parameters()), Knowledge())
-    assert isinstance(found, Refused) and "reveals at most 4 of these directions" in found.reason
+    for rank, shown in ((4, "at most 4"), (5, "all")):  # of five tokens
+        backbone = vit(size=8).float()
+        add_lora(backbone, rank=rank, alpha=4.0, targets=["qkv"])
+        found = create_attack("tokens").prepare(backbone, dict(backbone.named_parameters()), Knowledge())
+        assert isinstance(found, Refused) and f"reveals {shown} of these directions" in found.reason
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_the_weights_of_several_steps_are_taken_as_their_mean(adam: bool) -> None:
+    """Of three steps of SGD along one gradient; of Adam's nothing is known."""
+    backbone = vit(size=8)
+    name, before = "model.pos_embed", backbone.model.pos_embed.detach().clone()
+    gradient = torch.randn(before.shape).double()
+    known = Knowledge(step=Step(local_steps=3, lr=0.1, adam=adam))
+    moved = dict(_halfway(backbone, {name: gradient}, known).named_parameters())
+    path = torch.stack([before - 0.1 * step * gradient for step in range(3)])
+    torch.testing.assert_close(moved[name].detach(), before if adam else path.mean(dim=0))
+    assert torch.equal(backbone.model.pos_embed, before) and torch.equal(
+        moved["model.head.bias"], backbone.model.head.bias
+    )
+
+
+def test_more_inputs_a_token_are_counted_as_long_as_nothing_is_open() -> None:
+    known = Knowledge(step=Step(local_steps=8))
+    for width, first in ((96, 2), (32, 1)):  # twice 17 tokens fill all of 32 channels
+        block = Block(vit(width=width))
+        counted = _times_counted(block, known, None)
+        assert [each.times for each in counted] == list(range(first, first + len(counted)))
+        assert not any(each.full or each.open for each in counted if each.times > 1)
+        more = count(block, 1, times=counted[-1].times + 1)
+        assert more.full or more.open
+    alone = _times_counted(Block(vit()), Knowledge(), None)
+    assert [each.times for each in alone] == [1]
+
+
+@pytest.mark.parametrize(("directions", "said"), [(47, "it spans 47 of 48 directions"), (48, "it has full rank")])
+def test_what_the_patch_embedding_alone_leaves_is_said(directions: int, said: str) -> None:
+    block = Block(vit())
+    counts = count(block, 1)._replace(x=directions)
+    assert said in _left(block, counts, 1, True) and "is not sent either" in _left(block, counts, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "share", "fits", "said"),
+    [
+        (2.9, 0.9e-2, True, "None"),
+        (3.1, 0.9e-2, False, "does not satisfy"),
+        (2.9, 1.1e-2, False, "wrong tokens also lie in them"),
+    ],
+)
+def test_a_solution_fits_where_noise_explains_little_and_enough(
+    ratio: float, share: float, fits: bool, said: str
+) -> None:
+    first, none = torch.full((4,), share).double(), torch.zeros(4).double()
+    counts = count(Block(vit(size=8)), 1)
+    fact = _by_misfit(counts, Misfit(first, first / ratio, none, none + 1))
+    assert (fact["fits"], fact["patches_that_fit"]) == (fits, 4 * fits) and said in str(fact["verdict"])
 
 
 def test_noise_that_drowns_the_spans_is_no_fit() -> None:
@@ -136,12 +200,15 @@ def test_what_it_cannot_do_is_said() -> None:
     assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)
 
 
-def test_weights_that_changed_are_read_again() -> None:
+def test_weights_that_changed_are_read_again_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, x = vit().float(), photographs()
-    attack = create_attack("tokens")
-    for _ in range(2):
+    attack, reads = create_attack("tokens"), list[Any]()
+    monkeypatch.setattr(module, "read_block", lambda copy: reads.append(copy) or read_block(copy))
+    for number in range(2):
         sent = victim_gradients(backbone, x, torch.tensor([0]))
+        assert isinstance(attack.prepare(backbone, sent, Knowledge()), Ready)
         assert psnr(attack.recover(backbone, [sent], Knowledge(), Deadline()).images, x) > 60
+        assert len(reads) == number + 1
         with torch.no_grad():
             backbone.model.pos_embed.add_(torch.randn_like(backbone.model.pos_embed))
 
@@ -186,6 +253,18 @@ def test_the_order_without_a_table_is_proved_by_rotations_and_else_a_guess(
     assert fact["fits"] is True and fact["patches_that_fit"] == fact["patches"] == 4
     guess = "every patch is proved. The order of the patches is a guess from their borders"
     assert (fact["verdict"], fact.get("hidden")) == ((None, None) if ordered else (guess, 4))
+
+
+@pytest.mark.parametrize("normalisation", [None, ((0.5, 0.4, 0.3), (0.2, 0.25, 0.5))])
+def test_pixels_range_from_black_to_white_as_far_as_the_normalisation_is_known(normalisation: Any) -> None:
+    """And over two deviations to either side where it is not."""
+    block = Block(vit(size=8))
+    pixels = _pixels(block, Knowledge(normalisation=normalisation))
+    mean, std = normalisation or ((0.0,) * 3, (0.5,) * 3)
+    first = -1 if normalisation is None else 0
+    black, white = ((end - torch.tensor(mean)) / torch.tensor(std) for end in (first, 1))
+    for found, end in ((pixels.low, black), (pixels.high, white)):
+        torch.testing.assert_close(found, end.repeat(16).double())  # channels last within a patch
 
 
 def test_the_best_solution_fits_and_leaves_least() -> None:

@@ -14,7 +14,7 @@ from situs.audit.attacks import ordering
 from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.tokens import images
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.images import agree, make_images
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images
 from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 
@@ -71,6 +71,18 @@ def test_what_was_not_found_is_not_proved() -> None:
     torch.testing.assert_close(found[image, place], found[1 - image, place])  # for want of better: images may be alike
     same = (found[:, None] - patches[None]).norm(dim=-1) < 1e-9
     assert int(same.any(dim=1).sum()) == 32 and int(same.sum(dim=-1).amax(dim=1).sum()) == 31
+
+
+@pytest.mark.parametrize(("batch", "count", "fall"), [(4, 1, 101), (4, 3, 101), (2, 1, 99), (3, 3, 1), (1, 1, 101)])
+def test_different_images_are_counted_by_where_singular_values_fall(batch: int, count: int, fall: float) -> None:
+    """Of five tokens an image; where they fall by less than a hundred, every image is another."""
+    chance = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, size, generator=chance).double())[0] for size in (24, 30))
+    values = torch.where(torch.arange(24) < 5 * count, 1.0, 1 / fall)
+    block: Any = SimpleNamespace(places=4, prefix=[0], layers=SimpleNamespace(fc2="w"))
+    upload = {"w": left @ torch.diag(values).double() @ right[:24]}
+    assert distinct_images(block, upload, batch, even=True) == (count if fall > 100 else batch)
+    assert distinct_images(block, {}, batch, even=True) == batch
 
 
 @torch.no_grad()

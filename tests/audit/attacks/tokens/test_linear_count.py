@@ -62,6 +62,17 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
     assert bool(counts.reason) == (counts.open > 0)
 
 
+def test_more_tokens_than_the_weights_have_directions_span_these() -> None:
+    """Those of patches, places and prefix tokens, and of the biases of both norms."""
+    backbone, x = LEARNED["a norm before the first block"](), torch.randn(5, 3, 16, 16, dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.arange(5), step=Step(dtype=torch.float64))
+    with torch.no_grad():
+        block = Block(backbone.requires_grad_(False))
+        counts = count(block, 5)
+    joined = torch.cat([upload[name] for name in block.layers.qkv])
+    assert counts.qkv == int(torch.linalg.matrix_rank(joined, rtol=1e-10)) == 48 + 16 + 1 + 2 and not counts.informs
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("patches", "expected"), [(48, 3), (16, 16)])
 def test_the_table_adds_what_directions_of_patches_do_not_have(patches: int, expected: int) -> None:

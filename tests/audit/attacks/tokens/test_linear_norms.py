@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from situs.audit.attacks.solver import Group, Norm, Span
-from situs.audit.attacks.tokens.linear import Counts, Misfit, _equations, _space
+from situs.audit.attacks.tokens.linear import Counts, Misfit, _equations, _residuals, _space
 
 DIM = 10
 
@@ -28,6 +28,27 @@ def test_directions_and_equations_are_the_ranks_of_real_outputs(centred: bool, b
         rank_of_rows = int(torch.linalg.matrix_rank(rows, rtol=1e-9))
         assert _equations(norm, DIM, rank) == rank_of_rows - biased
     assert _equations(norm, DIM, DIM) == _equations(norm, DIM, DIM + 3) == 0
+
+
+def test_the_noise_of_an_earlier_span_is_expected_behind_the_norm() -> None:
+    """By draws: what is added to a patch outside its span, with the norm's unequal weights and the span's behind it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    inputs, embedding, size = drawn(3, 30), drawn(60, 30), torch.logspace(-1, 1, 30).double()
+    norm = Norm(torch.logspace(1, -2, 60).double() * drawn(60).sign(), None, 1e-6)
+    patches = Span(drawn(50, 3) @ (inputs * size), 3)
+    patches.noise = torch.tensor(1e-4).double()
+    x = inputs[:1] * size
+    behind = Span(drawn(80, 2) @ torch.cat([norm.apply(x @ embedding.T), drawn(1, 60)]), 2, forward=0.0)
+    behind.noise = torch.zeros(()).double()
+    found = _residuals(norm, behind, x @ embedding.T, [(patches, x, embedding), (None, x, embedding)])
+    assert found is not None and float(found[0]) < 1e-10
+    added = patches.outside(float(patches.deviation(x)) * drawn(3000, 30)) / patches.column
+    moved = behind.residual(norm.apply((x + added) @ embedding.T))
+    assert float(found[1]) == pytest.approx(float(moved.square().mean().sqrt()), rel=0.1)
 
 
 def test_the_larger_of_two_misfits_counts_and_no_number_is_none() -> None:

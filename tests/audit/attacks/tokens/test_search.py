@@ -153,6 +153,35 @@ def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> 
 
 
 @torch.no_grad()
+def test_taking_tokens_out_closes_open_directions_of_the_others() -> None:
+    """One token the less, one direction the less, as long as the places that are left have as many dimensions."""
+    search, patches = scene(SINCOS())
+    tokens, base = true_tokens(search, patches), search.block.base
+    for removed, wide in ((0, 4), (1, 3), (3, 2)):  # at last the first row of three
+        assert bool(search.deflation.remove(tokens.m[len(search.deflation.first) : removed]).all())
+        left = torch.arange(removed, 9)
+        family = search.stage(torch.arange(9) >= removed).family
+        assert family.along.x.shape[0] == wide == len(left) - torch.linalg.matrix_rank(base[left])
+        again = family.tokens(left, family.phi(left, tokens.x[left]))
+        torch.testing.assert_close(again.x, tokens.x[left], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(again.m, tokens.m[left], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_token_whose_pixels_leave_the_range_by_a_quarter_is_no_fit() -> None:
+    search, patches = scene(SINCOS())
+    places, truth = torch.arange(9), true_tokens(search, patches)
+    normal = search._whole.run(places, search.family.phi(places, truth.x), 0).normal
+    assert bool((search.fit(truth, normal) <= SOLVED).all())
+    for sign, over, fits in ((1, 0.24, True), (1, 0.26, False), (-1, 0.24, True), (-1, 0.26, False)):
+        top = float((sign * truth.x).max())  # which is `over` times the range beyond its end
+        ends = sign * torch.tensor([(top - over) / (1 + over), -1.0], dtype=torch.float64)
+        search.pixels = Range(*(end.expand(48) for end in ends.sort().values))
+        most = (sign * truth.x).amax(dim=1).argmax()
+        assert bool(search.fit(truth, normal)[most] <= SOLVED) is fits
+
+
+@torch.no_grad()
 def test_how_far_rounding_turns_what_is_taken_out_is_told_by_the_tokens_found() -> None:
     """The last directions of a token that is left are as far from 0 as those found say, whom no truth has told."""
     search, patches = scene(LEARNED["ViT"](), 2, sent=torch.float32)

@@ -392,9 +392,8 @@ def _pixels(block: Block, known: Knowledge) -> Range:
     """The range of a patch's values: black to white; two deviations where the normalisation is not known."""
     shape, channels = block.backbone.input.shape, block.backbone.input.channels
     assert shape is not None
-    mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)
-    white = [(1 - m) / s for m, s in zip(mean, std, strict=True)]
-    black = [-m / s for m, s in zip(mean, std, strict=True)] if known.normalisation else [-end for end in white]
-    ends = torch.tensor([black, white], dtype=torch.float64).to(block.weight)
+    normalisation = known.normalisation or ([0.5] * channels, [0.25] * channels)
+    mean, std = (torch.tensor(part, dtype=torch.float64) for part in normalisation)
+    ends = torch.stack([(0 - mean) / std, (1 - mean) / std]).to(block.weight)
     rows = patches_of(ends.view(2, channels, 1, 1).expand(-1, -1, *shape), block.backbone, block.stem)
     return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))

@@ -101,9 +101,7 @@ class ModuleRunner(Runner):
     def __init__(self, backbone: StemBackbone) -> None:
         super().__init__(backbone)
         self.stem = backbone.stem if isinstance(backbone.stem, Stem) else _find_embedding(backbone)
-        embedding = dict(backbone.named_parameters())[self.stem.weight]
-        self.weight = flat_weight(embedding.detach(), self.stem)
-        self.names.pop(id(embedding), None)
+        self.weight = flat_weight(dict(backbone.named_parameters())[self.stem.weight].detach(), self.stem)
         self.places, shape = self.stem.count, backbone.input.shape
         assert shape is not None
         self.image = self.weight.new_zeros(1, backbone.input.channels, *shape)
@@ -144,7 +142,7 @@ def _find_embedding(backbone: StemBackbone) -> Stem:
                 break
             bias = f"{product.name.removesuffix('weight')}bias"
             bias = bias if bias in parameters and product.kind != "turned" else None
-            return Stem(product.name, bias, "", 0, (1, 1), product.kind, number, count=product.rows.shape[1])
+            return Stem(product.name, bias, "", 0, layout=product.kind, product=number, count=product.rows.shape[1])
     raise NoBlockError("no layer multiplies patches of the image by a weight")
 
 
@@ -289,7 +287,7 @@ class Block(BlockTail):
     def _read_base(self, tokens: Tensor) -> None:
         """What is added to E x, and whether a norm stands between that and the first block."""
         first, self.norm0 = self.run(tokens, until=0)[0].inputs.shape[1] - self.places, None
-        both = torch.cat([tokens, 0 * tokens])
+        both = torch.cat([tokens, torch.zeros_like(tokens)])
         z = self._streams(both)[0]
         self.prefix = z[0, :first]
         if not _same(z[0, first:] - z[1, first:], tokens[0], LOOSE):

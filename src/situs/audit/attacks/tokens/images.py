@@ -292,7 +292,7 @@ def _points(block: Block, roots: Roots, batch: int, sure: Tensor) -> Tensor:
         away = o - o[sure].mean(dim=0)
         # The strongest directions alone: what a token's own query adds is noise here.
         _, _, axes = torch.linalg.svd(away[sure], full_matrices=False)
-        return away @ axes[: max(batch - 1, 1) * 2].T
+        return away @ axes[: 2 * (batch - 1)].T
     values, axes = torch.linalg.eigh(links)
     points = o.new_zeros(len(o), min(batch, len(index)))
     points[index] = (axes * values.clamp(min=0).sqrt())[:, -batch:]

@@ -336,7 +336,7 @@ class Misfit(NamedTuple):
 
 def misfit(block: Block, spans: Spans, tokens: Tokens) -> Misfit:
     """How well tokens meet the linear spans, which needs no truth."""
-    zero = torch.zeros_like(tokens.x[:, 0])
+    none = torch.zeros_like(tokens.x[:, 0]), torch.ones_like(tokens.x[:, 0])
     patch = (spans.x, tokens.x, block.weight)
     if (start := block.norm0) is not None:  # its deviation, from its outputs
         away = tokens.z if start.bias is None else tokens.z - start.bias
@@ -348,7 +348,7 @@ def misfit(block: Block, spans: Spans, tokens: Tokens) -> Misfit:
         )
     first = _residuals(block.norm1, spans.qkv, tokens.z, [patch])
     second = _residuals(block.norm2, spans.fc1, tokens.m, [patch, (spans.proj, tokens.o, block.into.T)])
-    return Misfit(*(first or (zero, zero + 1)), *(second or (zero, zero + 1)))
+    return Misfit(*(first or none), *(second or none))
 
 
 def _residuals(
