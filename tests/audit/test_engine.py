@@ -19,7 +19,7 @@ from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.defences import MaskedJigsaw, NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.run import take_turns
 from situs.audit.scores import BEST_PSNR, measure, psnr
 from situs.errors import SitusError
@@ -268,6 +268,16 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
     b, c = (found[case].scores for case in cases)
     assert b["mse"] == pytest.approx((c["mse"] or [])[::-1]) and b["mse"] != c["mse"]
     assert b["hidden_psnr"] is None and b["shown_psnr"] == pytest.approx(b["psnr"])
+
+
+@pytest.mark.parametrize(("defence", "moved"), [(NoDefence(), True), (MaskedJigsaw(0.5), False)])
+def test_a_step_on_shuffled_images_takes_them_unless_its_method_shuffles_itself(
+    backbone: Any, defence: Any, moved: bool
+) -> None:
+    test = replace(images(2), shuffled=images(2).pixels.flip(0))
+    client = engine.Client(Case("m", backbone, defence, Spy(), "shuffled"), test, Step())
+    assert client.pixels is (test.shuffled if moved else test.pixels)
+    assert engine.Client(Case("m", backbone, defence, Spy()), test, Step()).pixels is test.pixels
 
 
 def test_images_must_fill_their_batches(backbone: Any) -> None:

@@ -95,7 +95,7 @@ def _residual(pictures: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor
     """The least squared errors [...] of [..., C, H, W] against y, centred, under a gain and offset of each channel."""
     x = _centred(pictures, mask)
     size = x.square().sum(dim=(-2, -1), keepdim=True)
-    gain = torch.where(size > 0, (x * y).sum(dim=(-2, -1), keepdim=True) / size.clamp(min=1e-300), 0.0)
+    gain = (x * y).sum(dim=(-2, -1), keepdim=True) / size.clamp(min=1e-300)
     return _size(y - gain * x)
 
 

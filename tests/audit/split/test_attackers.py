@@ -124,10 +124,11 @@ def test_samples_are_linked(held: Stage, defence: str) -> None:
     assert tried(held, "linkage", defence, "rows", "columns").figures == {"linked": 1}
 
 
-def test_pooled_labels_are_read_behind_a_batch_shuffle() -> None:
+@pytest.mark.parametrize("defence", ["none", "batch-shuffle=4"])
+def test_pooled_labels_are_read_behind_a_batch_shuffle_too(defence: str) -> None:
     pooled = stage(private=8, public=30, global_pool="avg")
     for permute in ((), ("rows", "columns")):
-        assert tried(pooled, "labels", "batch-shuffle=4", *permute).figures == {"labels": 1, "unnamed labels": 1}
+        assert tried(pooled, "labels", defence, *permute).figures == {"labels": 1, "unnamed labels": 1}
 
 
 def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,17 @@ def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
     assert audit.ruling is not None and not audit.ruling.passed
 
 
+@pytest.mark.parametrize(("batch", "told"), [(2, "2 of 4 sentences"), (4, "1 of 4 sentences found")])
+def test_sentences_of_a_batch_whose_attack_was_cut_do_not_count_as_attacked(
+    llama: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, batch: int, told: str
+) -> None:
+    """The last batch is cut off: of several the others count, of a single one it is what the attack says of it."""
+    results = [Recovered()] * (4 // batch - 1) + [Recovered(partial="1 of 4 sentences found")]
+    monkeypatch.setattr("situs.audit.text.audit.find_sentences", lambda *_, **__: results.pop(0))
+    first = audit_texts(llama, texts, batch=batch, count=4).findings[0]
+    assert first.status == "stopped" and first.why("stopped") == told and len(first.reads) == 4
+
+
 def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"count": 5}, "has only 4 sentences, but count=5"),

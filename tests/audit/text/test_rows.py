@@ -160,6 +160,32 @@ def test_the_gain_is_that_of_the_likelihood() -> None:
     assert float(search._gain()[0, 2]) == pytest.approx(best(0, 2, [first])[0], abs=5e-2)
 
 
+@pytest.mark.parametrize(("rest", "least"), [(0, 1), (1, 1), (40, 40)])
+def test_a_token_is_as_probable_as_its_likelihood_among_all_words(rest: int, least: int) -> None:
+    """Words that were not looked at gain nothing; at each place there are at most as many words as sentences."""
+    from situs.audit.text.rows import _Search
+
+    chance = torch.Generator().manual_seed(2)
+    words, places = (torch.randn(n, 12, generator=chance, dtype=torch.float64) for n in (4, 3))
+    for word, place in ((1, 2), (3, 0), (0, 0)):
+        vector = torch.randn(12, generator=chance, dtype=torch.float64)
+        words[word] += vector
+        places[place] += vector
+
+    def search() -> Any:
+        return _Search(words, places, [torch.eye(12, dtype=torch.float64)], 1.0)
+
+    tokens, other = search().run(2, rest, Deadline()), search()
+    assert {token[:2] for token in tokens} == {(1, 2), (3, 0), (0, 0)}
+    gone = torch.zeros(4, 3, dtype=torch.bool)
+    for word, place, sure in tokens:
+        column = other._gain()[:, place].masked_fill(gone[:, place], -math.inf).exp()
+        assert sure == pytest.approx(float(column[word] / (column.sum() + least)), rel=1e-9)
+        gone[word, place] = True
+        other._add(word, place)
+    assert [token[:2] for token in search().run(1, rest, Deadline())] == [(1, 2), (3, 0)]
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "defence"), [("bert", {}, "noise=0.03"), ("bert", {"num_hidden_layers": 1}, "noise=0.01")]
 )
