@@ -25,12 +25,12 @@ from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
 
 
-def tuned() -> Any:
+def tuned(by: float = 0.05) -> Any:
     """The classifier with another embedding, as before a fine-tuning."""
     backbone = classifier()
     with torch.no_grad():
         for parameter in backbone.model.patch_embed.parameters():
-            parameter += 0.05 * parameter.std() * torch.randn_like(parameter)
+            parameter += by * parameter.std() * torch.randn_like(parameter)
     return backbone
 
 
@@ -95,6 +95,13 @@ def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ..
     hidden = bool(permute) or "shuffle" in defence
     assert found.figures.get("places") == (1 if hidden else None)
     assert found.figures["psnr"] > 22 and ATTACKS[found.attack][1].startswith("the embedding before fine-tuning")
+
+
+@pytest.mark.parametrize("defence", ["none", "batch-shuffle=4"])
+def test_clusters_have_places_where_an_old_embedding_alone_takes_some_tokens_for_others(defence: str) -> None:
+    scene = Scene.of(stage(private=12, old=tuned(0.8)), parse_veil(defence, ("rows",)))
+    assert scene.old is not None and restore(scene, scene.old, scene.view).scores["places"] < 1
+    assert attack("old-embedding", scene).figures["places"] == 1
 
 
 @pytest.mark.parametrize(
