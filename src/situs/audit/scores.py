@@ -47,7 +47,7 @@ def aligned_psnr(pictures: Tensor, real: Tensor, best: float = 200.0) -> Tensor:
 
     pictures, real: [n, C, H, W]; the pictures need not lie in [0, 1]. best: what equal pictures get.
     """
-    enough, many = 10 ** (-best / 10), max(1, AT_ONCE // max(1, real[:1].numel()))
+    enough, many = 10 ** (-best / 10), max(1, AT_ONCE // real.shape[1:].numel())
     parts = zip(pictures.double().split(many), real.double().split(many), strict=True)
     errors = torch.cat([_errors(*part, enough) for part in parts])
     return -10 * errors.cpu().clamp(min=enough).log10()

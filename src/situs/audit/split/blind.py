@@ -82,7 +82,7 @@ def refine_clusters(batches: list[Tensor], of: list[Tensor], places: int) -> tup
 
 def _means(tokens: Tensor, of: Tensor, places: int) -> Tensor:
     sums = tokens.new_zeros(places, tokens.shape[1]).index_add_(0, of, tokens)
-    return sums / of.bincount(minlength=places)[:, None].clamp(min=1)
+    return sums / of.bincount()[:, None]
 
 
 def name_clusters(clusters: Clusters, places: Tensor, prefix: int) -> Tensor:

@@ -606,7 +606,7 @@ def read_windows(plan: Plan, upload: Gradients) -> list[Window]:
 def _named(plan: Plan, values: Tensor) -> tuple[Tensor, Tensor]:
     """Words [...] of digits' values [..., 2], and how far these are from whole digits."""
     digits = (values - 0.5) * (plan.base - 1)
-    nearest = digits.nan_to_num(-9.0, -9.0, -9.0).clamp(-9, plan.base + 9).round()
+    nearest = digits.nan_to_num(-9.0, -9.0, -9.0).round()
     return plan.word_of(nearest), (digits - nearest).abs().amax(dim=-1)
 
 
@@ -636,7 +636,7 @@ def _read_classes(plan: Plan, at: int, rows: Tensor, rounding: Tensor) -> Iterat
     clear &= (length > 0.8) & ((length - length.round()).abs() < WHOLE)
     for number in clear.nonzero()[:, 0].tolist():
         count = int(length[number].round())
-        there, beyond = slice(0, min(count, c.places)), slice(count, c.places)
+        there, beyond = slice(count), slice(count, None)
         names = tuple(words[number, there].tolist())
         empty = bool((digits[number, beyond].abs() < 0.1).all())
         if empty and UNNAMED not in names and bool((off[number, there] < WHOLE).all()):

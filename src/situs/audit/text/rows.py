@@ -138,10 +138,9 @@ def _coarse(gradient: Tensor, steps: bool) -> float:
 def _unshared(rows: Tensor) -> Tensor:
     """A basis [D, m] of the directions that do not stand out of all the rows [n, D] together, each as long as most."""
     length = rows.norm(dim=1, keepdim=True)
-    typical = length.median().clamp(min=1e-300)
-    like = rows * (typical / length.clamp(min=1e-300)).clamp(max=1.0)
+    like = rows * (length.median() / length.clamp(min=1e-300)).clamp(max=1.0)
     values, vectors = torch.linalg.eigh(like.mT @ like / len(rows))
-    bulk = float(values[: max(1, len(values) // 2)].mean())
+    bulk = float(values[: len(values) // 2].mean())
     return vectors[:, values <= bulk * (1 + math.sqrt(rows.shape[1] / len(rows))) ** 2 * 2]
 
 
