@@ -270,14 +270,27 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
     assert b["hidden_psnr"] is None and b["shown_psnr"] == pytest.approx(b["psnr"])
 
 
-@pytest.mark.parametrize(("defence", "moved"), [(NoDefence(), True), (MaskedJigsaw(0.5), False)])
+@pytest.mark.parametrize(
+    ("defence", "trained_on", "moved", "fed"),
+    [
+        (NoDefence(), "original", False, True),
+        (NoDefence(), "shuffled", True, False),
+        (MaskedJigsaw(0.5), "original", False, False),
+        (MaskedJigsaw(0.5), "shuffled", False, False),
+    ],
+)
 def test_a_step_on_shuffled_images_takes_them_unless_its_method_shuffles_itself(
-    backbone: Any, defence: Any, moved: bool
+    backbone: Any, defence: Any, trained_on: str, moved: bool, fed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is shuffled is compared as its setting says, and not with what the model was fed."""
+    monkeypatch.setattr(engine, "pictures_fed", lambda *given: given[-1].flip(-1))
     test = replace(images(2), shuffled=images(2).pixels.flip(0))
-    client = engine.Client(Case("m", backbone, defence, Spy(), "shuffled"), test, Step())
+    client = engine.Client(Case("m", backbone, defence, Spy(), trained_on), test, Step())
     assert client.pixels is (test.shuffled if moved else test.pixels)
-    assert engine.Client(Case("m", backbone, defence, Spy()), test, Step()).pixels is test.pixels
+    client.upload(1)
+    assert list(client.fed) == [1] * fed
+    for picture in client.fed.values():
+        torch.testing.assert_close(picture, test.real()[1].flip(-1))
 
 
 def test_images_must_fill_their_batches(backbone: Any) -> None:
