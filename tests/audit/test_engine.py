@@ -241,6 +241,20 @@ def test_pictures_are_compared_with_what_the_model_was_fed_too_and_nan_is_black(
     assert float(against) < wanted[3]  # the closer of the two counts
 
 
+@pytest.mark.parametrize("referenced", [True, False])
+def test_pictures_that_are_shown_are_no_brighter_than_white_and_no_darker_than_black(
+    backbone: Any, referenced: bool
+) -> None:
+    class Beyond(Spy):
+        def recover(self, *args: Any) -> Recovery:
+            return Recovery(torch.tensor([9.0, -9.0, 0.0]).view(3, 1, 1, 1).expand(3, 1, 8, 8), [{}] * 3)
+
+    test = replace(images(3), referenced=referenced)
+    [found] = run([Case("", backbone, NoDefence(), Beyond())], test).values()
+    assert found.shown is not None and found.shown.amax(dim=(1, 2, 3)).tolist() == [1.0, 0.0, 0.5]
+    assert torch.equal(found.shown.amin(dim=(1, 2, 3)), found.shown.amax(dim=(1, 2, 3)))
+
+
 def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_does(backbone: Any) -> None:
     class No(Spy):
         closed_form = True
