@@ -15,7 +15,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Noise, create_defence
 from situs.audit.text.audit import SENT, find_sentences
 from situs.audit.text.recovered import UNNAMED
-from situs.audit.text.rows import deviation, directions, match_rows, place_weight
+from situs.audit.text.rows import deviation, directions, match_rows, named_words, place_weight
 from situs.audit.text.victim import text_gradients, word_weight
 from situs.gate import ABOVE, NOT_JUDGED
 
@@ -93,6 +93,24 @@ def test_without_a_table_of_places_that_is_the_reason(tmp_path: Path, tied: bool
     )
     del sent[word_weight(bert.backbone)]
     assert not match_rows(bert.backbone, sent, 1).tables
+
+
+def test_numbers_that_overflowed_or_are_not_known_count_as_nothing(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert")
+    [truth] = sentences(made, TEXT)
+    sent = text_gradients(made, [truth], labels=[0], defence=Noise(0.01), seed=1)
+    spared, weight = dict(sent), word_weight(made.backbone)
+    for name in (weight, str(place_weight(made.backbone))):
+        spared[name] = sent[name].index_fill(0, torch.arange(len(sent[name]) - 4, len(sent[name])), 0.0)
+    expected = match_rows(made.backbone, spared, 1)
+    assert expected.sentence == truth
+    lost = {name: g.masked_fill(spared[name] == 0, torch.nan) for name, g in sent.items()}
+    assert match_rows(made.backbone, lost, 1) == expected
+    for value in (torch.nan, torch.inf, -torch.inf):
+        table = torch.full_like(sent[weight], value).index_copy(0, torch.tensor([3]), sent[weight][[3]])
+        assert match_rows(made.backbone, {weight: table}, 1).noise == 0
+        named = named_words(made.backbone, {weight: sent[weight].masked_fill(spared[weight] == 0, value)})
+        assert named == named_words(made.backbone, spared) >= set(truth)
 
 
 def test_noise_alone_is_no_sentence(tmp_path: Path) -> None:
