@@ -19,7 +19,7 @@ from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.defences import MaskedJigsaw, NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.run import take_turns
 from situs.audit.scores import BEST_PSNR, measure, psnr
 from situs.errors import SitusError
@@ -241,6 +241,20 @@ def test_pictures_are_compared_with_what_the_model_was_fed_too_and_nan_is_black(
     assert float(against) < wanted[3]  # the closer of the two counts
 
 
+@pytest.mark.parametrize("referenced", [True, False])
+def test_pictures_that_are_shown_are_no_brighter_than_white_and_no_darker_than_black(
+    backbone: Any, referenced: bool
+) -> None:
+    class Beyond(Spy):
+        def recover(self, *args: Any) -> Recovery:
+            return Recovery(torch.tensor([9.0, -9.0, 0.0]).view(3, 1, 1, 1).expand(3, 1, 8, 8), [{}] * 3)
+
+    test = replace(images(3), referenced=referenced)
+    [found] = run([Case("", backbone, NoDefence(), Beyond())], test).values()
+    assert found.shown is not None and found.shown.amax(dim=(1, 2, 3)).tolist() == [1.0, 0.0, 0.5]
+    assert torch.equal(found.shown.amin(dim=(1, 2, 3)), found.shown.amax(dim=(1, 2, 3)))
+
+
 def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_does(backbone: Any) -> None:
     class No(Spy):
         closed_form = True
@@ -268,6 +282,29 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
     b, c = (found[case].scores for case in cases)
     assert b["mse"] == pytest.approx((c["mse"] or [])[::-1]) and b["mse"] != c["mse"]
     assert b["hidden_psnr"] is None and b["shown_psnr"] == pytest.approx(b["psnr"])
+
+
+@pytest.mark.parametrize(
+    ("defence", "trained_on", "moved", "fed"),
+    [
+        (NoDefence(), "original", False, True),
+        (NoDefence(), "shuffled", True, False),
+        (MaskedJigsaw(0.5), "original", False, False),
+        (MaskedJigsaw(0.5), "shuffled", False, False),
+    ],
+)
+def test_a_step_on_shuffled_images_takes_them_unless_its_method_shuffles_itself(
+    backbone: Any, defence: Any, trained_on: str, moved: bool, fed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shuffled is compared as its setting says, and not with what the model was fed."""
+    monkeypatch.setattr(engine, "pictures_fed", lambda *given: given[-1].flip(-1))
+    test = replace(images(2), shuffled=images(2).pixels.flip(0))
+    client = engine.Client(Case("m", backbone, defence, Spy(), trained_on), test, Step())
+    assert client.pixels is (test.shuffled if moved else test.pixels)
+    client.upload(1)
+    assert list(client.fed) == [1] * fed
+    for picture in client.fed.values():
+        torch.testing.assert_close(picture, test.real()[1].flip(-1))
 
 
 def test_images_must_fill_their_batches(backbone: Any) -> None:

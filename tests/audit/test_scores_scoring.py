@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from situs.audit.attacks.base import Recovery
-from situs.audit.scores import facts_of, measure_guesses, patch_size_of, pictures_of, psnr
+from situs.audit.scores import baselines, facts_of, measure_all, measure_guesses, patch_size_of, pictures_of, psnr
 from situs.backbones import create_backbone
 
 REAL = torch.rand(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -69,6 +71,36 @@ def test_patches_that_are_measured(name: str, size: tuple[int, int], patch: tupl
     with torch.device("meta"):  # no weights are drawn
         backbone = create_backbone(name)
     assert patch_size_of(backbone, size) == patch
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grid", "size", "patch"),
+    [
+        (1024, (32, 32), (64, 32), (2, 1)),
+        (1025, (25, 41), (64, 32), (16, 16)),
+        (0, (0, 0), (24, 8), (8, 8)),
+        (0, (0, 0), (12, 8), (4, 4)),
+        (0, (0, 0), (10, 6), (2, 2)),
+        (0, (0, 0), (9, 16), (1, 1)),
+    ],
+)
+def test_too_many_patches_or_none_are_small_squares(
+    tokens: int, grid: tuple[int, int], size: tuple[int, int], patch: tuple[int, int]
+) -> None:
+    backbone: Any = SimpleNamespace(num_tokens=tokens, grid=grid)
+    assert patch_size_of(backbone, size) == patch
+
+
+def test_blind_guesses_at_many_images_are_scored_as_those_at_all_of_them() -> None:
+    real = torch.rand(19, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    backbone: Any = SimpleNamespace(num_tokens=4, grid=(2, 2))
+    found, whole = measure_guesses(real, backbone, None), baselines(real)
+    assert found.keys() == whole.keys()
+    for name, guess in whole.items():
+        expected = measure_all(guess, real, 4)
+        assert found[name].keys() == expected.keys()
+        for metric, values in expected.items():
+            assert found[name][metric] == (None if values is None else pytest.approx(values, abs=1e-9)), (name, metric)
 
 
 @pytest.mark.parametrize("mean", [(0.485, 0.456, 0.406), (0.7, 0.2, 0.1), (0.5, 0.5, 0.5)])

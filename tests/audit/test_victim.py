@@ -110,6 +110,16 @@ def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> N
         open_victim(replace(model, input=replace(model.input, multi_label=True)))
 
 
+@pytest.mark.parametrize(("asked", "outputs"), [({"model_args": {"num_classes": 0}}, 7), ({}, 1000)])
+def test_a_name_without_weights_or_classes_has_random_ones_and_as_many_as_asked(
+    asked: dict[str, Any], outputs: int
+) -> None:
+    """timm has no weights of test_vit4. Without a classifier it gives its pooled features."""
+    victim = open_victim("test_vit4", img_size=32, classes=7, **asked)
+    assert victim.model.backbone(torch.zeros(1, 3, 32, 32)).shape == (1, outputs)
+    assert victim.model.facts["weights"] == "random"
+
+
 def test_a_model_without_a_gradient_is_no_victim() -> None:
     with pytest.raises(SitusError, match=r"^MODEL .*its cross entropy is always 0"):
         open_victim(small_vit(num_classes=1))

@@ -414,7 +414,7 @@ def _rounded_to(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> 
 def _is_of(dtype: torch.dtype, numbers: Tensor) -> bool:
     """Whether numbers are of a type, but for a few and for zeros, which are of all."""
     numbers = numbers[numbers != 0].double()
-    return len(numbers) > 0 and float((numbers.to(dtype).double() == numbers).double().mean()) >= LANDED
+    return float((numbers.to(dtype).double() == numbers).double().mean()) >= LANDED  # of no number it is NaN
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> Tensor:

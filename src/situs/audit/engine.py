@@ -131,8 +131,7 @@ class Client:
             self.sent = {name: g.numel() for name, g in first.items() if name not in withheld}
             coarse = next((g.dtype for g in first.values() if g.dtype != torch.float32), None)
             self.step = self.step if coarse is None else replace(self.step, dtype=coarse)
-        moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
-        self.pixels = self.test.inputs(case.trained_on if moves else "original")
+        self.pixels = self.test.inputs("original" if isinstance(self.method, HidesPlaces) else case.trained_on)
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
         self.stem = None if self.test.galleries else reading_stem(case.backbone)
         self.fed: dict[int, Tensor] = {}

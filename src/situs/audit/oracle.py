@@ -175,10 +175,10 @@ def own_prior(images: Tensor) -> ImagePrior:
     down, across = (torch.arange(n, dtype=images.dtype, device=images.device) / n for n in (height, width))
     radius = (down[:, None] ** 2 + across[None] ** 2).sqrt()
     lowest = float(radius[radius > 0].min()) if radius.numel() > 1 else 1.0
-    ring = (radius.clamp(min=lowest) / lowest).log() / math.log(max(2**0.5 / lowest, 1.001)) * (RINGS - 1)
+    ring = (radius.clamp(min=lowest) / lowest).log() / math.log(2**0.5 / lowest) * (RINGS - 1)
     ring = torch.where(radius > 0, 1 + ring.long(), 0).flatten()
     energy = flat.cosines(images).square().flatten(2)
-    count = torch.bincount(ring, minlength=RINGS + 1).clamp(min=1)
+    count = torch.bincount(ring, minlength=RINGS + 1)
     sums = energy.new_zeros(*energy.shape[:2], RINGS + 1).index_add_(2, ring, energy)
     return replace(flat, variance=(sums / count)[..., ring].view(-1, channels, height, width))
 

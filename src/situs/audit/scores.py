@@ -47,7 +47,7 @@ def aligned_psnr(pictures: Tensor, real: Tensor, best: float = 200.0) -> Tensor:
 
     pictures, real: [n, C, H, W]; the pictures need not lie in [0, 1]. best: what equal pictures get.
     """
-    enough, many = 10 ** (-best / 10), max(1, AT_ONCE // max(1, real[:1].numel()))
+    enough, many = 10 ** (-best / 10), max(1, AT_ONCE // real.shape[1:].numel())
     parts = zip(pictures.double().split(many), real.double().split(many), strict=True)
     errors = torch.cat([_errors(*part, enough) for part in parts])
     return -10 * errors.cpu().clamp(min=enough).log10()
@@ -95,7 +95,7 @@ def _residual(pictures: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor
     """The least squared errors [...] of [..., C, H, W] against y, centred, under a gain and offset of each channel."""
     x = _centred(pictures, mask)
     size = x.square().sum(dim=(-2, -1), keepdim=True)
-    gain = torch.where(size > 0, (x * y).sum(dim=(-2, -1), keepdim=True) / size.clamp(min=1e-300), 0.0)
+    gain = (x * y).sum(dim=(-2, -1), keepdim=True) / size.clamp(min=1e-300)
     return _size(y - gain * x)
 
 

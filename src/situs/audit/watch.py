@@ -305,7 +305,7 @@ class Guard:
             unknown = (
                 "" if len(calls) == 1 and 0 not in calls else "the input of the module's first layer was not recorded"
             )
-            views = [[step.fed[k] for step in passes] for k in range(min(calls, default=0))]
+            views = [[step.fed[k] for step in passes] for k in range(min(calls))]
             if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
                 unknown = "the module's first layer got another number of images than the module itself"
             if self._witness is not None and self._witness.stray:

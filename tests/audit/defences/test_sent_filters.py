@@ -53,6 +53,8 @@ def test_topk_keeps_the_largest() -> None:
     kept = after != 0
     assert int(kept.sum()) == 200 and torch.equal(after[kept], before[kept])
     assert before[kept].abs().min() >= before[~kept].abs().max()
+    for share, count in ((0.0501, 201), (1e-9, 1), (1.0, 4000)):  # rounded up
+        assert int((flat(TopK(share).upload(gradients, 1, chance())) != 0).sum()) == count
 
 
 def test_sparse_vector_sends_a_share_with_laplace_noise() -> None:
@@ -67,6 +69,25 @@ def test_sparse_vector_sends_a_share_with_laplace_noise() -> None:
     assert float(before[sent].abs().min()) > 0.0199  # the threshold, whose noise is tiny here
     cut = SparseVector(0.2, 1e9, 1e6, 1e-3, 1e-6)
     assert float(flat(cut.upload(gradients, 1, chance())).abs().max()) <= 1.1e-3
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.2, 800), (0.2001, 801), (1e-9, 1)])
+def test_the_choice_of_a_sparse_vector_spends_its_epsilon_on_threshold_and_numbers(
+    share: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the ratio 1 : (2c)^⅔. Each scale of Laplace noise is a sensitivity over the ε of its part."""
+    scales = list[tuple[float, int]]()
+
+    def noting(scale: float, count: int, chance: torch.Generator) -> torch.Tensor:
+        scales.append((scale, count))
+        return laplace(scale, count, chance)
+
+    monkeypatch.setattr("situs.audit.defences.sent.laplace", noting)
+    SparseVector(share, 0.3, 0.5, 0.01).upload(drawn(), 1, chance())
+    (threshold, one), (numbers, every), *_, (added, sent) = scales
+    assert (one, every, sent) == (1, 4000, count) and added == pytest.approx(2 * 0.01 / 0.5)
+    first, second = 0.01 / threshold, 2 * count * 0.01 / numbers
+    assert first + second == pytest.approx(0.3) and second / first == pytest.approx((2 * count) ** (2 / 3))
 
 
 def test_laplace_has_its_moments() -> None:

@@ -25,12 +25,12 @@ from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
 
 
-def tuned() -> Any:
+def tuned(by: float = 0.05) -> Any:
     """The classifier with another embedding, as before a fine-tuning."""
     backbone = classifier()
     with torch.no_grad():
         for parameter in backbone.model.patch_embed.parameters():
-            parameter += 0.05 * parameter.std() * torch.randn_like(parameter)
+            parameter += by * parameter.std() * torch.randn_like(parameter)
     return backbone
 
 
@@ -97,6 +97,13 @@ def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ..
     assert found.figures["psnr"] > 22 and ATTACKS[found.attack][1].startswith("the embedding before fine-tuning")
 
 
+@pytest.mark.parametrize("defence", ["none", "batch-shuffle=4"])
+def test_clusters_have_places_where_an_old_embedding_alone_takes_some_tokens_for_others(defence: str) -> None:
+    scene = Scene.of(stage(private=12, old=tuned(0.8)), parse_veil(defence, ("rows",)))
+    assert scene.old is not None and restore(scene, scene.old, scene.view).scores["places"] < 1
+    assert attack("old-embedding", scene).figures["places"] == 1
+
+
 @pytest.mark.parametrize(
     "defence", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lowpass=0.5", "batch-shuffle=4"))]
 )
@@ -124,10 +131,11 @@ def test_samples_are_linked(held: Stage, defence: str) -> None:
     assert tried(held, "linkage", defence, "rows", "columns").figures == {"linked": 1}
 
 
-def test_pooled_labels_are_read_behind_a_batch_shuffle() -> None:
+@pytest.mark.parametrize("defence", ["none", "batch-shuffle=4"])
+def test_pooled_labels_are_read_behind_a_batch_shuffle_too(defence: str) -> None:
     pooled = stage(private=8, public=30, global_pool="avg")
     for permute in ((), ("rows", "columns")):
-        assert tried(pooled, "labels", "batch-shuffle=4", *permute).figures == {"labels": 1, "unnamed labels": 1}
+        assert tried(pooled, "labels", defence, *permute).figures == {"labels": 1, "unnamed labels": 1}
 
 
 def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,13 @@ def test_a_mistake_names_its_field(asked: dict[str, Any], field: str, said: str)
     assert caught.value.field == field
 
 
+def test_two_images_beside_the_public_ones_are_enough() -> None:
+    audit = audit_split(model(), source(10), defences=("none",), attacks=("linkage",), count=2, public=8)
+    assert audit.provenance.facts["samples attacked"] == "2"
+    with pytest.raises(SitusError, match="9 images, but at least 10 are needed: 8"):
+        audit_split(model(), source(9), defences=("none",), attacks=("linkage",), count=2, public=8)
+
+
 def test_models_that_cannot_be_attacked_are_refused() -> None:
     rotary = small_vit(32, name="vit_small_patch16_rope_224", depth=1, width=24, patch_size=None).model
     with pytest.raises(SitusError, match="RoPE"):

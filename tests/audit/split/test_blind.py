@@ -245,3 +245,5 @@ def test_a_sample_is_found_that_has_most_of_a_group_and_a_group_that_has_most_of
     assert found_again(sample, sample) == 1
     assert found_again(torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 4]), sample) == pytest.approx(2 / 3)
     assert found_again(torch.zeros(9, dtype=torch.long), sample) == 0
+    assert found_again(torch.tensor([0, 0, 1, 0, 0, 2, 3, 3, 3]), sample) == pytest.approx(1 / 3)  # half is not most
+    assert found_again(torch.tensor([0, 0, 1, 2]), torch.zeros(4, dtype=torch.long)) == 0

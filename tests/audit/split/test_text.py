@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +14,24 @@ from tiny_texts import write_folder
 
 import situs
 from situs.audit.deadline import Deadline
+from situs.audit.split.prompts import Reading
 from situs.audit.split.text import (
     PROMPTS,
     PromptAudit,
     Row,
     _coded,
+    _Trial,
     audit_prompts,
     fixed_words,
     parse_depths,
     text_veils,
 )
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import finding_of
 from situs.backbones.hf.text import open_tokeniser
 from situs.cli.main import main
 from situs.errors import SitusError
+from situs.findings import Certificate
 from situs.gate import ABOVE, NOT_JUDGED, Limit
 from situs.locks.veil import Veil
 from situs.models import open_model
@@ -167,6 +172,33 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     with pytest.raises(SitusError, match=r"takes no images, .* give a \.txt file") as caught:
         situs.audit_split(open_model(files["bert"], any_weights=True), [])
     assert caught.value.field == "data"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "cut", "gap", "stopped"),
+    [
+        ([None, None, None], 0, None, None),
+        (["b", "a", None], 0, "2 texts without a certificate, such as: b", None),
+        (["b", "a", "a"], 0, "3 texts without a certificate, such as: a", None),
+        (["", None, None], 1, "1 text without a certificate, such as: the search was stopped", "2 of 3 texts"),
+        ([None, "a"], 0, "1 text without a certificate, such as: a", "2 of 3 texts"),
+        ([None, None], 1, None, "1 of 3 texts"),
+    ],
+)
+def test_a_setting_names_the_commonest_reason_and_how_many_texts_were_read(
+    verdicts: list[str | None], cut: int, gap: str | None, stopped: str | None
+) -> None:
+    """Of three texts; None has a certificate. The first of several reasons that are as common."""
+    readings = [
+        Reading((1,), 1, 1, torch.zeros(1, 2), Certificate(verdict is None, order_known=True, verdict=verdict or ""), 1)
+        for verdict in verdicts
+    ]
+    readings[:cut] = [reading._replace(cut=0) for reading in readings[:cut]]
+    reads = [Read(f"text {number}", (1,), (1,), (True,)) for number in range(len(readings))]
+    scenario: Any = SimpleNamespace(sentences=[(1,)] * 3)
+    found = _Trial(scenario, Row(0, Veil()), reads=reads, readings=readings)._finding()
+    assert (found.why("gap"), found.why("stopped")) == (gap, stopped)
+    assert found.status == ("stopped" if stopped else "done") and len(found.certificates) == len(readings)
 
 
 def test_cuts_and_veils() -> None:

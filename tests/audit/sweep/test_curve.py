@@ -127,6 +127,26 @@ def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_
     assert "no finished attack recovered all images exactly" in said(point(_pair("tokens", [99.0], "1 of 2 images")))
 
 
+def test_a_point_says_why_no_more_came_back() -> None:
+    """An attack's own verdicts and what it leaves out stand for the general doubt; what is exact needs no reason."""
+
+    def why(psnr: float = 5.0, **fields: Any) -> str:
+        facts = fields.pop("facts", [{}])
+        audit: Any = SimpleNamespace(
+            pairs=[outcome("patchembed", "none", scores={"psnr": [psnr]}, facts=facts, **fields)], undone=(), images=()
+        )
+        return point_of(audit, "1", "none", small_vit(), None).reason  # pyright: ignore[reportArgumentType]
+
+    verdicts = [{"verdict": "no span"}, {"verdict": "no span"}, {}]
+    assert why(doubt="unclear") == "unclear"
+    assert why(doubt="unclear", facts=verdicts) == "no span"
+    assert why(doubt="unclear", caveat="rounded") == "rounded"
+    assert why(doubt="unclear", caveat="rounded", facts=verdicts, partial="1 of 2 images") == (
+        "stopped after 1 of 2 images; rounded; no span"
+    )
+    assert why(99.0, caveat="rounded") == ""
+
+
 def images(strength: str, psnr: float, worst: float, exact: float, **more: Any) -> Point:
     return Point(strength, "d", "tokens", {"psnr": psnr, "worst": worst, "exact": exact}, **more)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_texts import write_folder
 
 from situs.audit.deadline import Deadline
-from situs.audit.text.audit import SENT, WITHHELD, _joined, audit_texts, first_lines
+from situs.audit.text.audit import SENT, WITHHELD, Texts, _joined, audit_texts, first_lines
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.rows import Matched
 from situs.audit.text.victim import text_gradients
@@ -108,6 +109,32 @@ def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
     assert any(row.why("stopped") for row in audit.findings)
     assert all((row.why("stopped") or "of 4 sentences").endswith("of 4 sentences") for row in audit.findings)
     assert audit.ruling is not None and not audit.ruling.passed
+
+
+@pytest.mark.parametrize(("batch", "told"), [(2, "2 of 4 sentences"), (4, "1 of 4 sentences found")])
+def test_sentences_of_a_batch_whose_attack_was_cut_do_not_count_as_attacked(
+    llama: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, batch: int, told: str
+) -> None:
+    """The last batch is cut off: of several the others count, of a single one it is what the attack says of it."""
+    results = [Recovered()] * (4 // batch - 1) + [Recovered(partial="1 of 4 sentences found")]
+    monkeypatch.setattr("situs.audit.text.audit.find_sentences", lambda *_, **__: results.pop(0))
+    first = audit_texts(llama, texts, batch=batch, count=4).findings[0]
+    assert first.status == "stopped" and first.why("stopped") == told and len(first.reads) == 4
+
+
+@pytest.mark.parametrize("tells", [(True, True), (True, False), (False, False)])
+def test_the_time_that_is_left_is_for_the_turns_that_need_some(tells: tuple[bool, bool]) -> None:
+    """Two defences with two rows each, three batches in turn; a row that repeats the one before takes no time."""
+    trials = list[Any]()
+    for row, each in enumerate(tells):
+        sent = SimpleNamespace(row=row, twin=None, tells=each, total=3)
+        trials += [sent, SimpleNamespace(row=row, twin=sent, tells=False, total=3)]
+    order = [(at, number) for at in range(3) for number in range(4)]
+    needs = [number % 2 == 0 or tells[number // 2] for _, number in order]
+    texts: Any = SimpleNamespace(_trials=trials)
+    for turn, (at, number) in enumerate(order):
+        trials[number].at = at
+        assert Texts.turns(texts, trials[number]) == max(sum(needs[turn:]), 1)
 
 
 def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:

@@ -70,6 +70,15 @@ def test_every_channel_has_one_place(channels: Channels) -> None:
         _ = channels.other
 
 
+@pytest.mark.parametrize(("heads", "size"), [(8, 4), (5, 6), (2, 13), (1, 25), (1, 40)])
+def test_the_heads_of_a_window_share_all_digits(heads: int, size: int) -> None:
+    """Each has one channel fewer than it is wide: that is the first token's."""
+    plan = replace(PLAN, kind="biases", heads=heads, head_size=size)
+    parts = [plan.digits(part) for part in range(heads)]
+    assert [digit for part in parts for digit in part] == [*range(CHANNELS.word)]
+    assert all(len(part) == size - 1 for part in parts[:-1]) and 0 < len(parts[-1]) < size
+
+
 @pytest.mark.parametrize("tokens", [2, 9, 16, 17])
 @pytest.mark.parametrize("width", [10, 30, 47, 48, 49, 500])
 def test_as_many_places_as_fit_and_bits_for_all_tokens(tokens: int, width: int) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_texts import WORDS, sentences, victim
 
+from situs.audit.attacks.solver import SPARE
 from situs.audit.client import EPS
 from situs.audit.defences import Step
 from situs.audit.text.layers import (
     ROUNDING,
+    Inputs,
     _rounding,
     as_rows,
     calls_before,
@@ -25,6 +28,18 @@ from situs.audit.text.layers import (
 from situs.audit.text.victim import padded, text_gradients
 
 TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
+
+
+@pytest.mark.parametrize(
+    ("rank", "tells"), [(0, False), (1, True), (19 - SPARE, True), (20 - SPARE, False), (20, False)]
+)
+def test_a_span_tells_something_with_some_directions_and_some_left_out(rank: int, tells: bool) -> None:
+    span: Any = SimpleNamespace(rank=rank, column=torch.ones(20))
+    assert Inputs(((span, None),)).tells is tells
+    assert not Inputs(((span, None),), clear=False).tells
+    full: Any = SimpleNamespace(rank=20, column=torch.ones(20))
+    both = Inputs(((full, None), (span, torch.eye(20))))  # one that tells is enough
+    assert (both.tells, both.rank, both.channels) == (tells, 20, 20)
 
 
 def closure(pairs: set[tuple[int, int]]) -> tuple[set[tuple[int, int]], int]:

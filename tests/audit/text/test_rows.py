@@ -15,7 +15,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Noise, create_defence
 from situs.audit.text.audit import SENT, find_sentences
 from situs.audit.text.recovered import UNNAMED
-from situs.audit.text.rows import deviation, directions, match_rows, place_weight
+from situs.audit.text.rows import deviation, directions, match_rows, named_words, place_weight
 from situs.audit.text.victim import text_gradients, word_weight
 from situs.gate import ABOVE, NOT_JUDGED
 
@@ -95,6 +95,24 @@ def test_without_a_table_of_places_that_is_the_reason(tmp_path: Path, tied: bool
     assert not match_rows(bert.backbone, sent, 1).tables
 
 
+def test_numbers_that_overflowed_or_are_not_known_count_as_nothing(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert")
+    [truth] = sentences(made, TEXT)
+    sent = text_gradients(made, [truth], labels=[0], defence=Noise(0.01), seed=1)
+    spared, weight = dict(sent), word_weight(made.backbone)
+    for name in (weight, str(place_weight(made.backbone))):
+        spared[name] = sent[name].index_fill(0, torch.arange(len(sent[name]) - 4, len(sent[name])), 0.0)
+    expected = match_rows(made.backbone, spared, 1)
+    assert expected.sentence == truth
+    lost = {name: g.masked_fill(spared[name] == 0, torch.nan) for name, g in sent.items()}
+    assert match_rows(made.backbone, lost, 1) == expected
+    for value in (torch.nan, torch.inf, -torch.inf):
+        table = torch.full_like(sent[weight], value).index_copy(0, torch.tensor([3]), sent[weight][[3]])
+        assert match_rows(made.backbone, {weight: table}, 1).noise == 0
+        named = named_words(made.backbone, {weight: sent[weight].masked_fill(spared[weight] == 0, value)})
+        assert named == named_words(made.backbone, spared) >= set(truth)
+
+
 def test_noise_alone_is_no_sentence(tmp_path: Path) -> None:
     made = victim(tmp_path, "bert")
     for seed in range(5):
@@ -158,6 +176,32 @@ def test_the_gain_is_that_of_the_likelihood() -> None:
     first = (1, 2, best(1, 2, [])[1])
     search._add(1, 2)
     assert float(search._gain()[0, 2]) == pytest.approx(best(0, 2, [first])[0], abs=5e-2)
+
+
+@pytest.mark.parametrize(("rest", "least"), [(0, 1), (1, 1), (40, 40)])
+def test_a_token_is_as_probable_as_its_likelihood_among_all_words(rest: int, least: int) -> None:
+    """Words that were not looked at gain nothing; at each place there are at most as many words as sentences."""
+    from situs.audit.text.rows import _Search
+
+    chance = torch.Generator().manual_seed(2)
+    words, places = (torch.randn(n, 12, generator=chance, dtype=torch.float64) for n in (4, 3))
+    for word, place in ((1, 2), (3, 0), (0, 0)):
+        vector = torch.randn(12, generator=chance, dtype=torch.float64)
+        words[word] += vector
+        places[place] += vector
+
+    def search() -> Any:
+        return _Search(words, places, [torch.eye(12, dtype=torch.float64)], 1.0)
+
+    tokens, other = search().run(2, rest, Deadline()), search()
+    assert {token[:2] for token in tokens} == {(1, 2), (3, 0), (0, 0)}
+    gone = torch.zeros(4, 3, dtype=torch.bool)
+    for word, place, sure in tokens:
+        column = other._gain()[:, place].masked_fill(gone[:, place], -math.inf).exp()
+        assert sure == pytest.approx(float(column[word] / (column.sum() + least)), rel=1e-9)
+        gone[word, place] = True
+        other._add(word, place)
+    assert [token[:2] for token in search().run(1, rest, Deadline())] == [(1, 2), (3, 0)]
 
 
 @pytest.mark.parametrize(

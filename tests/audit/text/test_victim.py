@@ -51,6 +51,20 @@ def test_gradients_are_those_of_the_models_own_loss(kind: str, tmp_path: Path) -
         assert torch.allclose(gradient, expected.float(), atol=1e-7), name
 
 
+def test_a_share_of_the_words_is_masked_and_one_at_least(tmp_path: Path) -> None:
+    """15 %, rounded; never what the tokeniser adds itself, and other places for another seed."""
+    made = victim(tmp_path, "masked")
+    special = made.tokeniser.all_special_ids
+    plain = [word for word in range(60) if word not in special]
+    for words, hidden in ((1, 1), (3, 1), (9, 1), (11, 2), (14, 2), (40, 6)):
+        sentence = (special[0], *plain[:words], special[1])
+        drawn = [masked_places(made, sentence, seed) for seed in range(8)]
+        for places in drawn:
+            assert places == sorted(set(places)) and len(places) == hidden and 0 < places[0] <= places[-1] <= words
+        assert masked_places(made, sentence, 3) == drawn[3] and (words == 1 or len({*map(tuple, drawn)}) > 1)
+    assert masked_places(made, tuple(special), 0) == []
+
+
 def test_a_batch_is_the_mean_of_its_sentences_and_padding_adds_nothing(tmp_path: Path) -> None:
     made = victim(tmp_path / "bert", "bert")
     batch, labels = sentences(made, *TEXTS), [1, 0, 1]

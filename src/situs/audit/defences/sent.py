@@ -276,7 +276,7 @@ class TopK(Filter):
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         numbers = flat(gradients)
-        kept = numbers.abs().topk(max(1, math.ceil(self.share * len(numbers)))).indices
+        kept = numbers.abs().topk(math.ceil(self.share * len(numbers))).indices
         return shaped(torch.zeros_like(numbers).index_copy(0, kept, numbers[kept]), gradients)
 
 

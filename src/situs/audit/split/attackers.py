@@ -117,14 +117,19 @@ def place_rows(gradient: Tensor, read: Tensor) -> Tensor:
     return torch.empty_like(by_size).scatter_(1, places.to(by_size.device).expand_as(by_size), by_size)
 
 
+def _by_size(gradient: Tensor, read: Tensor) -> Tensor:
+    """[n, R], the index of `place_rows` among all n · R rows."""
+    every = torch.arange(gradient.shape[:2].numel()).view(gradient.shape[:2])
+    return every.gather(1, place_rows(gradient, read).cpu())
+
+
 def regroup(gradient: Tensor, read: Tensor, size: int) -> Tensor:
     """[n, R], an index of all n · R rows: the rows of one sample together, where batches of `size` exchanged theirs.
 
     A head that pools its rows sends each of them the same gradient, up to what the norm before it takes away: rows of
     one sample point one way.
     """
-    count, rows, _ = gradient.shape
-    index = torch.arange(count * rows).view(count, rows).gather(1, place_rows(gradient, read).cpu())
+    index = _by_size(gradient, read)
     unit = torch.nn.functional.normalize(gradient.detach().double().cpu().flatten(0, 1), dim=-1)
     for batch in index.split(size):
         chosen = batch[:, read].flatten()
@@ -281,7 +286,7 @@ def labels(scene: Scene) -> Outcome:
     if scene.size and bool(read[len(scene.side.prefix) :].any()):
         index = regroup(gradient, read, scene.size)
     else:
-        index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
+        index = _by_size(gradient, read)
     wanted = stage.labels[truth.sample.flatten()[index][:, read].mode(dim=1).values]
     out, gradient = (tensor.flatten(0, 1)[index] for tensor in (out, gradient))
     if stage.several:

@@ -82,7 +82,7 @@ def refine_clusters(batches: list[Tensor], of: list[Tensor], places: int) -> tup
 
 def _means(tokens: Tensor, of: Tensor, places: int) -> Tensor:
     sums = tokens.new_zeros(places, tokens.shape[1]).index_add_(0, of, tokens)
-    return sums / of.bincount(minlength=places)[:, None].clamp(min=1)
+    return sums / of.bincount()[:, None]
 
 
 def name_clusters(clusters: Clusters, places: Tensor, prefix: int) -> Tensor:
@@ -230,7 +230,7 @@ def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
     best, least = place, _misfit(place, tables, apart)
     alike = torch.stack(tables).sum(dim=0).fill_diagonal_(0).numpy()
     for _ in range(POLISHINGS):
-        before = least
+        before = best
         wanted = torch.stack([_profile(best, table, apart) for table in tables]).sum(dim=0).fill_diagonal_(0).numpy()
         start = torch.nn.functional.one_hot(best, len(best)).double().numpy()
         rounds = [
@@ -250,7 +250,7 @@ def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
         for candidate in map(torch.from_numpy, rounds):
             if (misfit := _misfit(candidate, tables, apart)) < least:
                 best, least = candidate, misfit
-        if least >= before - 1e-9:
+        if best is before:
             break
     return best
 

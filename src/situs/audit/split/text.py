@@ -377,12 +377,12 @@ class _Trial:
         certificates = [reading.certificate for reading in self.readings]
         open_ends = [certificate.verdict for certificate in certificates if not certificate.holds]
         if open_ends:
-            most = max(set(open_ends), key=open_ends.count) or "the search was stopped"
+            most = max(open_ends, key=open_ends.count) or "the search was stopped"
             remarks.append(Remark("gap", f"{counted(len(open_ends), 'texts')} without a certificate, such as: {most}"))
         cut = sum(reading.cut is not None for reading in self.readings)
-        if len(self.reads) < asked or cut:
-            remarks.append(Remark("stopped", f"{len(self.reads) - cut} of {counted(asked, 'texts')}"))
-        status = "stopped" if len(self.reads) < asked or cut else "done"
+        status = "done" if (whole := len(self.reads) - cut) == asked else "stopped"
+        if status == "stopped":
+            remarks.append(Remark("stopped", f"{whole} of {counted(asked, 'texts')}"))
         finding = finding_of(str(self.row), asked, status, [*self.reads], remarks, [*self.facts], self.seconds, PROMPTS)
         return replace(finding, certificates=certificates)
 

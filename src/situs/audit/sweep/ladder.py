@@ -205,7 +205,7 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
     method = method_of(defence, victim, step.seed)
     sizes, whole = names_sent(method, defence), parameter_names(method)
     cosines = []
-    for number in range(max(1, min(4, len(test) // batch))):
+    for number in range(min(4, len(test) // batch)):
         span = slice(number * batch, (number + 1) * batch)
         ids = torch.arange(span.start, span.stop)
         x, y = test.pixels[span], test.labels[span]

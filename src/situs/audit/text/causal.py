@@ -122,16 +122,16 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 
     A sentence whose last word does not fit any has `UNNAMED` there.
     """
-    places = _places(backbone, upload, nodes) if nodes else None
     inner = {node[:-1] for node in nodes}
-    if places is None:
-        return [(*node, UNNAMED) for node in nodes if node not in inner]
+    unknown = [(*node, UNNAMED) for node in nodes if node not in inner]
+    if not nodes or (places := _places(backbone, upload, nodes)) is None:
+        return unknown
     words = backbone.model.get_output_embeddings().weight
     heads = {node: Head(places[node], backbone.final_norm, words) for node in nodes}
     fits = {node: heads[node].fit() for node in nodes if node not in inner}
     factors = [factor for _, factor, left in fits.values() if left < TELLING and factor > 0]
     if not factors:
-        return [(*node, UNNAMED) for node in nodes if node not in inner]
+        return unknown
     unit = min(factors)  # 1 / tokens of the batch: what one sentence at one place adds
     sentences, weights = list[Sentence](), dict[Sentence, float]()
     for node in sorted(nodes, key=len, reverse=True):

@@ -187,6 +187,11 @@ class Plan:
         first = self.channels.sink + 1 + self.bins * [*self.reads].index(block)
         return range(first, first + self.bins)
 
+    def digits(self, part: int) -> range:
+        """The digits that one of a window's heads carries, beside the channel of the first token."""
+        most = self.head_size - 1
+        return range(part * most, min((part + 1) * most, self.channels.word))
+
     def functional(self, block: int) -> Tensor:
         """The code's weights [places, 2] of a block: those of neighbours differ in sign, so that a sentence that ends
         early stays near the others. The first token of an encoder's sentence is always the same."""
@@ -487,7 +492,7 @@ def _write_gated(block: Block, plan: Plan, at: int, width: int) -> None:
         keys, values = (torch.zeros(width, width, dtype=torch.float64) for _ in range(2))
         for head in range(plan.bins * plan.heads):
             window, part = divmod(head, plan.heads)
-            digits = range(part * (size - 1), min((part + 1) * (size - 1), c.word))
+            digits = plan.digits(part)
             keys[head * size, c.first], values[head * size, c.first] = 1.0, SMALL
             keys[range(head * size + 1, head * size + 1 + len(digits)), digits] = 1.0
             out[plan.gated(at)[window], head * size] = scale
@@ -580,7 +585,7 @@ def _keys(plan: Plan, gradient: Tensor) -> Tensor:
     size, shown = plan.head_size, torch.zeros(1, plan.bins, width, dtype=torch.float64)
     for head in range(plan.bins * plan.heads):
         window, part = divmod(head, plan.heads)
-        digits = range(part * (size - 1), min((part + 1) * (size - 1), c.word))
+        digits = plan.digits(part)
         shown[0, window, digits] = gradient[head * size + 1 :][: len(digits)]
         shown[0, window, c.first] += gradient[head * size] / plan.heads
     return shown
@@ -601,7 +606,7 @@ def read_windows(plan: Plan, upload: Gradients) -> list[Window]:
 def _named(plan: Plan, values: Tensor) -> tuple[Tensor, Tensor]:
     """Words [...] of digits' values [..., 2], and how far these are from whole digits."""
     digits = (values - 0.5) * (plan.base - 1)
-    nearest = digits.nan_to_num(-9.0, -9.0, -9.0).clamp(-9, plan.base + 9).round()
+    nearest = digits.nan_to_num(-9.0, -9.0, -9.0).round()
     return plan.word_of(nearest), (digits - nearest).abs().amax(dim=-1)
 
 
@@ -631,7 +636,7 @@ def _read_classes(plan: Plan, at: int, rows: Tensor, rounding: Tensor) -> Iterat
     clear &= (length > 0.8) & ((length - length.round()).abs() < WHOLE)
     for number in clear.nonzero()[:, 0].tolist():
         count = int(length[number].round())
-        there, beyond = slice(0, min(count, c.places)), slice(count, c.places)
+        there, beyond = slice(count), slice(count, None)
         names = tuple(words[number, there].tolist())
         empty = bool((digits[number, beyond].abs() < 0.1).all())
         if empty and UNNAMED not in names and bool((off[number, there] < WHOLE).all()):

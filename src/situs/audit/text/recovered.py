@@ -144,7 +144,7 @@ def pick(
         near = decoys(victim, truth[number], chance)
         others = [left([*truth[:number], other, *truth[number + 1 :]]) for other in near]
         variance = max(min([real, *others]) / count, 1e-300)
-        odds = sum(math.exp(max(min((real - other) / (2 * variance), 700.0), -700.0)) for other in others)
+        odds = sum(math.exp(min((real - other) / (2 * variance), 700.0)) for other in others)
         picked[number] = bool(others) and 1 / (1 + odds) > SURE
     return picked
 

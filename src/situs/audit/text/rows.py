@@ -81,12 +81,12 @@ def match_rows(
     """
     if (weight := word_weight(backbone)) not in upload:
         return Matched()
-    words = upload[weight].double().nan_to_num(0.0, 0.0, 0.0)
+    words = _finite(upload[weight]).double()
     name = place_weight(backbone)
     places = None
     if name is not None and name in upload:
         first = backbone.first_row(backbone.model)
-        places = upload[name].double().nan_to_num(0.0, 0.0, 0.0)[first : first + backbone.num_tokens]
+        places = _finite(upload[name]).double()[first : first + backbone.num_tokens]
     coarse = max(_coarse(upload[table], steps) for table in (weight, name) if table is not None and table in upload)
     tied = is_tied(backbone)
     if tied and places is not None:
@@ -111,8 +111,13 @@ def named_words(backbone: TextBackbone, upload: Gradients) -> frozenset[int]:
     make theirs so long. None where it is not sent, or is the head's too."""
     if (weight := word_weight(backbone)) not in upload or is_tied(backbone):
         return frozenset()
-    rows = upload[weight].double().nan_to_num(0.0, 0.0, 0.0)
+    rows = _finite(upload[weight]).double()
     return frozenset(longer(rows, deviation(rows)).nonzero()[:, 0].tolist())
+
+
+def _finite(gradient: Tensor) -> Tensor:
+    """A gradient with 0 for numbers that overflowed or are not known."""
+    return gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
 def deviation(rows: Tensor) -> float:
@@ -129,19 +134,19 @@ def longer(rows: Tensor, noise: float, chance: float = CHANCE) -> Tensor:
 
 def _coarse(gradient: Tensor, steps: bool) -> float:
     """The deviation of what is rounded off the longest row of a gradient."""
-    row = gradient[gradient.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=1).argmax()]
     if steps:
         return max(steps_off(gradient), float(gradient.abs().max()) / LEVELS / math.sqrt(12))
-    return 4 * rounded_off(row.nan_to_num(0.0, 0.0, 0.0), gradient.dtype)  # sums of several numbers are further off
+    rows = _finite(gradient)
+    row = rows[rows.double().norm(dim=1).argmax()]
+    return 4 * rounded_off(row, gradient.dtype)  # sums of several numbers are further off
 
 
 def _unshared(rows: Tensor) -> Tensor:
     """A basis [D, m] of the directions that do not stand out of all the rows [n, D] together, each as long as most."""
     length = rows.norm(dim=1, keepdim=True)
-    typical = length.median().clamp(min=1e-300)
-    like = rows * (typical / length.clamp(min=1e-300)).clamp(max=1.0)
+    like = rows * (length.median() / length.clamp(min=1e-300)).clamp(max=1.0)
     values, vectors = torch.linalg.eigh(like.mT @ like / len(rows))
-    bulk = float(values[: max(1, len(values) // 2)].mean())
+    bulk = float(values[: len(values) // 2].mean())
     return vectors[:, values <= bulk * (1 + math.sqrt(rows.shape[1] / len(rows))) ** 2 * 2]
 
 
