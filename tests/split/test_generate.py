@@ -336,6 +336,7 @@ def test_words_are_drawn_by_their_shares() -> None:
         drawn = torch.tensor([choose(logits, temperature, chance) for _ in range(2000)]).bincount(minlength=4) / 2000
         shares = (logits / temperature).exp() / (logits / temperature).exp().sum()
         assert float((drawn - shares).abs().max()) < 0.05
+    assert choose(logits, 1e-308, chance) == 2  # the quotients are beyond float64, their shares are not
 
 
 @pytest.mark.parametrize(
