@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Iterable
@@ -318,6 +319,12 @@ def test_one_prompt_is_continued_as_a_writer_does(server, models) -> None:
     assert wanted[0] != wanted[1]
     for seed, pieces in zip((1, 2), wanted, strict=True):
         assert list(generate(folder, PROMPT, through(server), seed=seed, **options)) == pieces
+
+
+def test_all_ways_to_generate_have_the_same_defaults() -> None:
+    ways = [inspect.signature(way).parameters for way in (generate, Writer.write, Writer.tokens)]
+    for name in ("max_tokens", "temperature", "seed"):
+        assert len({way[name].default for way in ways}) == 1
 
 
 def test_logits_that_are_no_numbers_choose_no_word() -> None:

@@ -18,7 +18,7 @@ from situs.split.message import Message, RefusedError, number, packed
 MOST_SEQUENCES = 1 << 31
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sequence:
     """weights: which weights computed `past`. check, answer: of the last message."""
 

@@ -113,6 +113,20 @@ def test_values_that_no_training_had_are_said() -> None:
     assert seen(good).doubt(99, 1.0, 64) == ""
     assert "mean" in seen(good, 1.0).doubt(99, 1.0, 64)  # as if nobody had divided by the deviation
     assert "heck mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
+    unit = (good - good.mean()) / good.std()
+    for mean, deviation, fits in (
+        (0, 0.25, False),
+        (0, 0.5, True),
+        (1, 1, True),
+        (0, 1.3, True),
+        (-4, 1, False),
+        (0, 4, False),
+    ):
+        problem = varied_images(deviation * unit + mean, good, [""] * 20).range_problem
+        assert problem.startswith(
+            "" if fits else f"the inputs have mean {mean:.2f} and standard deviation {deviation:.2f}."
+        )
+        assert bool(problem) != fits
 
 
 def test_what_is_missing_is_said_and_what_to_give() -> None:
