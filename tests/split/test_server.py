@@ -14,6 +14,7 @@ from situs.split.client import Client, Flight, RewoundError
 from situs.split.message import CHUNK, Message, RefusedError, encode
 from situs.split.parts import layout
 from situs.split.server import Limits
+from situs.split.session import MOST_STEPS
 
 
 @pytest.fixture
@@ -121,6 +122,16 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
     for name in ("../../etc", "0" * 31, None, 5):
         with pytest.raises(RefusedError, match="32 hexadecimal"):
             server.answer("me", Message("hello", {**hello, "session": name}))
+
+
+def test_a_hello_names_at_most_a_thousand_checkpoints_by_their_steps(pair) -> None:
+    last = MOST_STEPS - 1
+    for steps in ([0] * 1000, [last, 0], []):
+        assert pair.client.hello(*pair.facts, steps).step == 0
+    for steps in ([0] * 1001, [last + 1], [-1], [True], [0.0], "0", None, {}):
+        facts = {"session": SESSION, "layout": pair.facts[0], "training": pair.facts[1], "steps": steps}
+        with pytest.raises(RefusedError, match="must be the numbers of the client's checkpoints"):
+            pair.server.answer("me", Message("hello", facts))
 
 
 def test_another_model_or_training_is_refused(pair) -> None:

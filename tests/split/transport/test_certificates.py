@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 import ssl
 from types import SimpleNamespace
 
@@ -34,8 +35,10 @@ def test_what_is_made_is_private_and_can_be_read(folder) -> None:
     assert fingerprint((folder / "ann.pem").read_bytes()) == hashlib.sha256(der).hexdigest()
     with pytest.raises(SitusError, match="not empty"):
         make_certificates(folder)
-    with pytest.raises(SitusError, match=r"clients='\.\./x'"):
-        make_certificates(folder.parent / "other", clients=("../x",))
+    for name in ("../x", "", "a" * 65, "a b", "ca", "server"):
+        with pytest.raises(SitusError, match=re.escape(f"clients={name!r}")):
+            make_certificates(folder.parent / "other", clients=("a" * 64, name))
+    assert not (folder.parent / "other").exists()
 
 
 def test_the_lines_name_the_authority_and_the_fingerprint_of_each_certificate(tmp_path) -> None:
