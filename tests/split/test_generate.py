@@ -19,6 +19,7 @@ from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.locks.veil import noise_unit
 from situs.models import open_model
+from situs.progress import notes_to
 from situs.split.generate import Writer, choose, decoded, generate, open_writer
 from situs.split.message import Message, RefusedError, encode
 from situs.split.parts import layout
@@ -113,8 +114,10 @@ def test_a_locked_model_generates_as_the_clear_one_and_its_server_sees_other_cha
     folder, locked, key = models("llama"), tmp_path / "locked", new_key(tmp_path / "owner.key")
     lock(folder, key, locked)
     server, seen = make_server(config_of(folder, locked), tmp_path / "server", device="cpu"), []
-    with open_writer(locked, through(server, seen=seen), key=key) as writer:
+    lines: list[str] = []
+    with notes_to(lines.append), open_writer(locked, through(server, seen=seen), key=key) as writer:
         assert list(writer.tokens(IDS, max_tokens=16)) == by_transformers(folder, 16)
+    assert not lines  # nothing that the server can read
     clear = open_model(folder).backbone.embed(torch.tensor([IDS]))
     sent = next(m for m in seen if m.kind == "extend").tensors["z"]
     assert not torch.equal(sent, clear) and torch.equal(sent.sort(-1).values, clear.detach().sort(-1).values)
@@ -142,6 +145,16 @@ def test_noise_is_drawn_once_for_each_token_even_if_it_is_sent_again(server, mod
     assert float(noise.std()) == pytest.approx(0.5 * scale, rel=0.15)
     with pytest.raises(SitusError, match="none or noise"), open_writer(folder, through(server), defence="lowpass=0.5"):
         pass
+
+
+def test_who_hides_nothing_is_told_so(server, models) -> None:
+    lines: list[str] = []
+    with notes_to(lines.append):
+        for defence in ("noise=0.1", "none"):
+            with open_writer(models("llama"), through(server), defence=defence) as writer:
+                told = "its blocks are not locked and its tokens are not hidden, so the server can read the text"
+                assert lines == ([] if defence != "none" else [f"{open_model(models('llama')).name}: {told}"])
+                assert next(iter(writer.tokens(IDS, max_tokens=1))) >= 0
 
 
 def test_what_a_server_forgets_is_sent_again(server, models) -> None:
