@@ -215,11 +215,8 @@ def test_the_sentences_count_what_is_permuted_what_is_withheld_and_what_is_clear
     def share(names) -> str:
         return percent(sum(clear[name].numel() for name in names) / sum(tensor.numel() for tensor in clear.values()))
 
-    for cover, seal, withhold in (
-        (False, False, ()),
-        (True, True, ("embedding", "blocks=1")),
-        (True, False, "blocks=1"),
-    ):
+    both = ("embedding", "blocks=1")
+    for cover, seal, withhold in ((False, False, ()), (True, True, both), (True, False, "blocks=1")):
         out = tmp_path / f"{cover}{seal}"
         locked = lock(model_folder("vit"), KEY, out, cover=cover, seal=seal, withhold=withhold)
         manifest, (first, counted, *more) = locked.manifest, locked.sentences

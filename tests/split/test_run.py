@@ -440,6 +440,10 @@ def test_blocks_that_clients_share_are_joined_as_they_are_now(tmp_path) -> None:
         theirs = blocks.tensors(file)
         assert joined.keys() == mine.keys() | theirs.keys() and not mine.keys() & theirs.keys()
         assert all(torch.equal(joined[name], value) for part in (mine, theirs) for name, value in part.items())
+    assert RunFolder.open(tmp_path / "whole").records() == RunFolder.open(one).records() != []
+    RunFolder.open(one).metrics.unlink()  # a run without its log is joined all the same
+    assert merge(one, server, tmp_path / "unlogged") == 4
+    assert not RunFolder.open(tmp_path / "unlogged").metrics.exists()
 
 
 def test_parts_without_a_common_checkpoint_are_not_joined(tmp_path) -> None:
@@ -447,9 +451,7 @@ def test_parts_without_a_common_checkpoint_are_not_joined(tmp_path) -> None:
     theirs = session_folder(server, read_hiding(one).session).path / "checkpoints"
     assert sorted(path.name[-1] for path in theirs.iterdir()) == ["2", "4"]
     shutil.rmtree(theirs / "step-00000004")
-    RunFolder.open(one).metrics.unlink()  # a run without its log is joined all the same
     assert merge(one, server, tmp_path / "older") == 2  # the newest that both have
-    assert not RunFolder.open(tmp_path / "older").metrics.exists()
     shutil.rmtree(theirs / "step-00000002")
     said = "no checkpoint in common: the client has the steps 2, 4, and the server has none"
     with pytest.raises(SitusError, match=said):
