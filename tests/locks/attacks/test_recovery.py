@@ -453,6 +453,11 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     assert "53.0 % with the key and 47.0 % without the key. 100 samples are too few" in verdict([chance])
     sure = result(48, 4, **scores, tested=10_000)  # the same with enough samples: it works without the key
     assert sure.broken and sure.bits == 0 and "too few to separate" not in verdict([sure])
+    doubtful = result(48, 4, doubt="there are too few")
+    assert doubtful.bits is None and UNJUDGED not in verdict([doubtful])
+    keyless = result(48, None, **scores | {"after": 0.53}, tested=10_000)
+    assert keyless.bits == 0 and UNJUDGED not in verdict([keyless])
+    assert UNJUDGED in verdict([result(48, None, **scores, tested=100)])
     few = result(48, 4, before=0.0, after=1.0, owner=1.0, tested=3)
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
