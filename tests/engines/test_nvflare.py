@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import flare
 import numpy as np
 import pytest
 
@@ -34,6 +37,105 @@ def test_weights_of_a_task_stay_as_they_came_if_the_client_trains_in_place(monke
     kept = nvflare._weights(task)
     task.data["a"] += 1
     assert kept is not None and kept["a"].tolist() == [1, 1, 1]
+
+
+@pytest.fixture
+def filters(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """situs.engines.nvflare over the few names of NVFlare that it uses, with or without NVFlare."""
+    for name, names in flare.MODULES.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    spec = importlib.util.spec_from_file_location("situs.engines.nvflare_alone", nvflare.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WEIGHTS = {"a": [1.0, 2.0]}
+
+
+def task_of(kind: str, data: Any) -> flare.Context:
+    return flare.Context("site-1", flare.DXO(kind, data).to_shareable())
+
+
+def test_the_settings_of_a_filter_are_those_of_its_guard(filters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVFlare writes a job's config from the attributes of a component: each setting is one, under its own name."""
+    made: list[Any] = []
+    monkeypatch.setattr(filters, "UploadGuard", lambda *words, **options: made.append((words, options)))
+    settings = {"act": "warn", "every": 4, "limit": "psnr=20", "attacks": ("patchembed",), "defence": "noise=1"}
+    settings |= {"batch": 2, "seconds": 3.0}
+    guard = filters.GuardFilter("net:build", **settings, options={"img_size": 28, "seconds": 9.0})
+    attacks = {"attacks": ["patchembed"]}
+    assert made == [(("net:build",), {**settings, **attacks, "img_size": 28})]
+    stored = {name: value for name, value in vars(guard).items() if not name.startswith("_")}
+    assert stored.pop("kinds") == (["WEIGHTS", "WEIGHT_DIFF"],) * 2  # those of NVFlare's own filter
+    options = {"img_size": 28, "seconds": 9.0}
+    assert stored == {"module": "net:build", **settings, **attacks, "options": options}
+
+
+def test_an_upload_is_attacked_from_the_weights_of_its_own_task(filters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, looks, lines = filters.GuardFilter("net:build"), list[Any](), list[Any]()
+
+    def look(number: int, before: Any, upload: Any, *, sent: Any, of: str, say: Any) -> str:
+        looks.append((number, before, upload, sent, of))
+        for level in (logging.INFO, logging.WARNING):
+            say(level, "line")
+        return ("below", "above")[number == 2]
+
+    monkeypatch.setattr(guard._guard, "look", look)
+    monkeypatch.setattr(guard._guard, "withholds", lambda look: look == "above")
+    monkeypatch.setattr(guard, "log_info", lambda of, line: lines.append(("info", of.name, line)), raising=False)
+    monkeypatch.setattr(guard, "log_warning", lambda of, line: lines.append(("warning", of.name, line)), raising=False)
+    context = task_of("WEIGHTS", WEIGHTS)
+    guard.handle_event("BEFORE_TASK_EXECUTION", context)
+    guard.handle_event("AFTER_TASK_EXECUTION", task_of("WEIGHTS", {"b": [1.0]}))  # no new task
+    failed = flare.Shareable(code="EXECUTION_EXCEPTION")
+    assert guard.process(failed, context) is failed and not looks
+    for kind, sent in (("WEIGHTS", None), ("WEIGHT_DIFF", "difference")):
+        upload = flare.DXO(kind, {"a": [0.0, 0.0]}).to_shareable()
+        assert guard.process(upload, context) is upload
+        assert looks.pop() == (int(sent is not None), WEIGHTS, upload["dxo"].data, sent, "site-1") and not looks
+    assert lines == [("info", "site-1", "line"), ("warning", "site-1", "line")] * 2
+    with pytest.raises(filters.LeakError):
+        guard.process(flare.DXO("WEIGHTS", WEIGHTS).to_shareable(), context)
+
+
+@pytest.mark.parametrize("act", ["stop", "strict", "warn"])
+def test_what_is_not_attacked_is_logged_and_withheld_if_strict(filters: Any, act: str) -> None:
+    guard = filters.GuardFilter("net:build", act=act)
+    looks, lines = list[int](), list[str]()
+    guard._guard.look = lambda number, *_, **__: looks.append(number)
+    guard.log_warning = lambda _, line: lines.append(line)
+    metrics, weights = flare.DXO("METRICS", {"loss": 1.0}), flare.DXO("WEIGHTS", WEIGHTS)
+    empty = flare.DXO("METRICS", {})
+    cases = [
+        (metrics, "data of the kind METRICS"),
+        (flare.DXO("COLLECTION", [weights, flare.DXO("COLLECTION", {"deep": metrics})]), "data of the kind METRICS"),
+        (None, "data of the kind unknown"),
+    ]
+    context = task_of("WEIGHTS", WEIGHTS)
+    guard.handle_event("BEFORE_TASK_EXECUTION", context)
+
+    def refused(dxo: Any, what: str) -> None:
+        result = flare.Shareable() if dxo is None else dxo.to_shareable()
+        line = f"site-1, step {guard._number}: inconclusive (not a pass), because the audit does not attack {what}"
+        if act == "strict":
+            with pytest.raises(SitusError, match=re.escape(line)):
+                guard.process(result, context)
+        else:
+            assert guard.process(result, context) is result
+        assert lines == [f"{line}; the upload is {'withheld' if act == 'strict' else 'sent'}"]
+        lines.clear()
+
+    for dxo, what in cases:
+        refused(dxo, what)
+    assert looks == ([] if act == "strict" else [1])  # the weights beside the metrics are
+    guard.process(flare.DXO("COLLECTION", {"one": weights, "two": empty}).to_shareable(), context)
+    assert len(looks) == (1 if act == "strict" else 2) and not lines
+    for task in (task_of("WEIGHTS", {}), task_of("METRICS", {"loss": 1.0}), flare.Context("site-1", flare.Shareable())):
+        guard.handle_event("BEFORE_TASK_EXECUTION", task)
+        refused(weights, "weights of a task without initial weights")
+    assert len(looks) == (1 if act == "strict" else 2)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="nvflare is not installed")

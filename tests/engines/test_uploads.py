@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -85,9 +86,10 @@ def test_a_module_is_copied_and_keeps_its_weights_and_mode() -> None:
 
 
 def test_what_is_logged_has_no_pixel() -> None:
-    lines: list[str] = []
-    made().look(0, *step(build()), of="site-1", say=lambda _, line: lines.append(line))
-    [line] = lines
+    lines: list[tuple[int, str]] = []
+    made().look(0, *step(build()), of="site-1", say=lambda *said: lines.append(said))
+    [(level, line)] = lines
+    assert level == logging.WARNING
     assert line.startswith("site-1, step 0: the upload is above") and "withheld after" in line and len(line) < 400
 
 
@@ -113,7 +115,9 @@ def test_weights_that_could_not_be_compared_are_no_pass(monkeypatch: pytest.Monk
     public = build().state_dict() | {"head.weight": torch.zeros(7, 48)}
     below = Look(0, "below", "psnr", 20.0, 5.0, "quiet", 0.0)
     monkeypatch.setattr(Guard, "look_upload", lambda *_, **__: below)
-    assert made().look(0, before, after, images=X) == below
+    lines: list[tuple[int, str]] = []
+    assert made().look(0, before, after, images=X, say=lambda *said: lines.append(said)) == below
+    assert lines == [(logging.INFO, f"{below}; sent after 0.0 s")]
     assert made(expect=build().state_dict()).look(0, before, after, images=X) == below
     guard = made(expect=public, act="strict")
     look = guard.look(0, before, after, images=X)

@@ -105,6 +105,11 @@ def test_timm_loads_what_is_written(model_folder):
         torch.testing.assert_close(model(x), create_backbone(model_folder("vit")).eval()(x))
 
 
+@pytest.mark.parametrize("name", ["hf_vit", "bert"])
+def test_images_and_words_are_prepared_by_the_files_of_transformers_alone(model_folder, name):
+    assert "situs" not in json.loads((model_folder(name) / "config.json").read_text())
+
+
 def test_a_model_of_sound_tells_how_its_clips_are_prepared(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)

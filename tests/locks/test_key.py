@@ -19,7 +19,18 @@ from hypothesis import strategies as st
 
 from situs.cli.model_args import read_key
 from situs.errors import SitusError
-from situs.locks.key import Codes, Key, Wrapping, codes_of, derive, fisher_yates, load_key, needs_passphrase, new_key
+from situs.locks.key import (
+    LARGEST_FILE,
+    Codes,
+    Key,
+    Wrapping,
+    codes_of,
+    derive,
+    fisher_yates,
+    load_key,
+    needs_passphrase,
+    new_key,
+)
 
 pytest.importorskip("cryptography")
 
@@ -175,6 +186,28 @@ def test_costs_at_the_ends_of_what_is_allowed() -> None:
     for short in (dict(salt=base64.b64encode(bytes(15)).decode(), nonce=nonce), dict(salt=salt, nonce=salt)):
         with pytest.raises(SitusError, match="out of range"):
             Wrapping(**short)
+
+
+def test_a_passphrase_is_stretched_as_rfc_9106_recommends(tmp_path, monkeypatch) -> None:
+    profile = pytest.importorskip("argon2.profiles").RFC_9106_LOW_MEMORY
+    monkeypatch.setattr("situs.locks.key._cipher", _Cheap)  # only the costs that are written down matter
+    new_key(tmp_path / "owner.key", "x")
+    made = json.loads((tmp_path / "owner.key").read_text())["passphrase"]
+    assert (made["passes"], made["memory"], made["lanes"]) == (
+        profile.time_cost, profile.memory_cost, profile.parallelism,
+    )  # fmt: skip
+    assert len(base64.b64decode(made["salt"])) == profile.salt_len
+
+
+def test_a_key_file_has_a_size_limit(tmp_path) -> None:
+    path = tmp_path / "owner.key"
+    key = new_key(path)
+    text = path.read_text()
+    path.write_text(text.ljust(LARGEST_FILE))
+    assert load_key(path) == key
+    path.write_text(text.ljust(LARGEST_FILE + 1))
+    with pytest.raises(SitusError, match="is not a key file of situs keygen: too large"):
+        load_key(path)
 
 
 def test_a_field_that_stands_twice_is_refused(tmp_path):

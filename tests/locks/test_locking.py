@@ -28,6 +28,7 @@ from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of, read_manifest, write_manifest
 from situs.models import open_model
+from situs.results import percent
 
 pytest.importorskip("cryptography")
 
@@ -206,6 +207,37 @@ def test_names_of_older_files_are_found(model_folder, tmp_path):
     locked = lock(source, KEY, tmp_path / "locked")
     assert "bert.encoder.layer.0.output.LayerNorm.gamma" in locked.manifest.keyed()
     assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
+
+
+def test_the_sentences_count_what_is_permuted_what_is_withheld_and_what_is_clear(model_folder, tmp_path):
+    clear = load_file(model_folder("vit") / WHOLE)
+
+    def share(names) -> str:
+        return percent(sum(clear[name].numel() for name in names) / sum(tensor.numel() for tensor in clear.values()))
+
+    both = ("embedding", "blocks=1")
+    for cover, seal, withhold in ((False, False, ()), (True, True, both), (True, False, "blocks=1")):
+        out = tmp_path / f"{cover}{seal}"
+        locked = lock(model_folder("vit"), KEY, out, cover=cover, seal=seal, withhold=withhold)
+        manifest, (first, counted, *more) = locked.manifest, locked.sentences
+        assert first == f"{out}: {manifest.model} locked with the key {KEY.id}."
+        absent = set() if manifest.withheld is None else set(manifest.withheld.tensors)
+        keyed = {member.tensor for group in manifest.groups for member in group.members} - absent
+        inner = len(manifest.groups) - 1
+        assert (inner > 0) == cover
+        assert counted.startswith(
+            f"{len(keyed)} of {len(clear)} tensors are permuted ({share(keyed)} of the parameters): "
+            "24 residual channels"
+            + (f", and {inner} groups inside the blocks (these groups add no strength)." if cover else ".")
+        )
+        what = "the embedding and the first block" if withhold == both else "the first block"
+        second = f" A second file (mode 0600) holds the withheld parts: {what} ({share(absent)} of the parameters)."
+        assert (second in counted) == bool(withhold) == ("second file" in counted)
+        final = "Final" if "embedding" in withhold else "Embedding, positions, final"
+        assert counted.endswith(f". {final} norm and head are not locked.")
+        assert any(line.startswith("Every file except manifest.json is encrypted") for line in more) == seal
+        assert more[-1].startswith("A lock is obfuscation, not encryption") and f"audit lock {out}`" in more[-1]
+        assert str(locked) == "\n".join(locked.sentences) and locked.notes == []
 
 
 # --- retrained ----------------------------------------------------------------------------------------------

@@ -260,11 +260,17 @@ MEMBER = {"tensor": "head.weight", "axis": 1, "outer": 1, "inner": 1, "start": 0
         dict(axis=-1),
         dict(outer=0),
         dict(inner=2),
+        dict(inner=0),
         dict(start=-1),
+        dict(start=-1, length=6),
+        dict(start=1),
         dict(start=3, length=6),
         dict(length=5),
         dict(at=[1, 0]),
         dict(at=[0, 3]),
+        dict(at=[0, -1]),
+        dict(at=[2, 0]),
+        dict(at=[-1, 0]),
         dict(at=[5, 0]),
     ],
 )
@@ -272,6 +278,29 @@ def test_groups_that_do_not_fit_are_refused(folder, change):
     rewrite(folder, lambda tables: tables["groups"][0].update(members=[MEMBER | change]))
     with pytest.raises(SitusError, match="group"):
         read_manifest(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "change"),
+    [
+        (6, {}),
+        (6, dict(length=6)),
+        (5, dict(start=1)),  # to the end of its axis
+        (5, dict(start=1, length=5)),
+        (3, dict(start=0, length=3)),
+        (1, dict(start=5, length=1)),
+        (2, dict(inner=3)),
+        (1, dict(outer=2, inner=3)),
+        (3, dict(axis=0)),
+        (3, dict(axis=0, at=[1, 5])),
+        (6, dict(at=[0, 0])),
+        (6, dict(at=[0, 2])),
+    ],
+)
+def test_groups_that_fit_to_the_last_entry_are_taken(folder, size, change):
+    rewrite(folder, lambda tables: tables["groups"][0].update(size=size, members=[MEMBER | change]))
+    (member,) = read_manifest(folder, None).groups[0].members
+    assert member == Member(**MEMBER | change | ({"at": tuple(change["at"])} if "at" in change else {}))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

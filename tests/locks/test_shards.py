@@ -175,6 +175,9 @@ GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
         header_of({"a": GOOD["a"] | {"data_offsets": [8, 0]}}, 8),
         header_of({"a": GOOD["a"] | {"data_offsets": [0]}}, 8),
         header_of({"a": GOOD["a"] | {"more": 1}}, 8),
+        header_of({"a": {"dtype": "U8", "shape": [0, 2**48], "data_offsets": [0, 0]}}),
+        header_of({"a": GOOD["a"] | {"shape": [1] * 64 + [2]}}, 8),
+        header_of({"a": GOOD["a"] | {"data_offsets": [0, 8, 8]}}, 8),
         header_of({"a": GOOD["a"], "b": GOOD["a"]}, 8),
         header_of(GOOD | {"__metadata__": {"a": 1}}, 8),
         header_of(GOOD | {"__metadata__": []}, 8),
@@ -186,6 +189,21 @@ def test_malformed_headers_are_refused(tmp_path, raw):
     (tmp_path / "x").write_bytes(raw)
     with plain_source(tmp_path / "x") as source, pytest.raises(SitusError, match="is not a readable safetensors"):
         read_header(source, "x")
+
+
+@pytest.mark.parametrize(
+    ("raw", "shapes"),
+    [
+        (header_of({}), []),
+        (header_of(GOOD, 8), [(2,)]),
+        (header_of({"a": GOOD["a"] | {"shape": [1] * 63 + [2]}}, 8), [(1,) * 63 + (2,)]),
+        (header_of({"a": {"dtype": "U8", "shape": [0, 2**48 - 1], "data_offsets": [0, 0]}}), [(0, 2**48 - 1)]),
+    ],
+)
+def test_headers_at_the_bounds_of_what_is_allowed(tmp_path, raw, shapes):
+    (tmp_path / "x").write_bytes(raw)
+    with plain_source(tmp_path / "x") as source:
+        assert [spec.shape for spec in read_header(source, "x").tensors] == shapes
 
 
 @given(data=st.data())

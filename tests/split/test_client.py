@@ -31,6 +31,23 @@ from situs.train.optim import trains_few
 CIFAR = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar100"
 
 
+def test_a_call_that_cannot_wait_has_its_answer_or_refusal_at_once() -> None:
+    z, refusal = torch.randn(1, 2, 4), RefusedError("no", "full")
+    flight = Client(lambda *_: Message("ok", {}, {"z": 2 * z}), SESSION).forward(z, None, z.shape)
+    assert flight.pending is not None and flight.pending.done()
+    assert torch.equal(flight.pending.result().tensors["z"], 2 * z)
+
+    def refuse(*_: Any) -> Message:
+        raise refusal
+
+    client = Client(refuse, SESSION)
+    flight = client.forward(z, None, z.shape)
+    assert flight.pending is not None and flight.pending.done()
+    with pytest.raises(RefusedError) as raised:
+        client.output(flight)
+    assert raised.value is refusal
+
+
 def test_split_training_is_local_training_to_the_bit(tmp_path) -> None:
     """AdamW with layer decay, clipping over both sides' gradients, drop path, mean and schedule; micro-batches."""
     train = replace(TRAIN, accumulate=2)

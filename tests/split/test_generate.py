@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.locks.veil import noise_unit
 from situs.models import open_model
+from situs.progress import notes_to
 from situs.split.generate import Writer, choose, decoded, generate, open_writer
 from situs.split.message import Message, RefusedError, encode
 from situs.split.parts import layout
@@ -112,8 +116,10 @@ def test_a_locked_model_generates_as_the_clear_one_and_its_server_sees_other_cha
     folder, locked, key = models("llama"), tmp_path / "locked", new_key(tmp_path / "owner.key")
     lock(folder, key, locked)
     server, seen = make_server(config_of(folder, locked), tmp_path / "server", device="cpu"), []
-    with open_writer(locked, through(server, seen=seen), key=key) as writer:
+    lines: list[str] = []
+    with notes_to(lines.append), open_writer(locked, through(server, seen=seen), key=key) as writer:
         assert list(writer.tokens(IDS, max_tokens=16)) == by_transformers(folder, 16)
+    assert not lines  # nothing that the server can read
     clear = open_model(folder).backbone.embed(torch.tensor([IDS]))
     sent = next(m for m in seen if m.kind == "extend").tensors["z"]
     assert not torch.equal(sent, clear) and torch.equal(sent.sort(-1).values, clear.detach().sort(-1).values)
@@ -143,6 +149,16 @@ def test_noise_is_drawn_once_for_each_token_even_if_it_is_sent_again(server, mod
         pass
 
 
+def test_who_hides_nothing_is_told_so(server, models) -> None:
+    lines: list[str] = []
+    with notes_to(lines.append):
+        for defence in ("noise=0.1", "none"):
+            with open_writer(models("llama"), through(server), defence=defence) as writer:
+                told = "its blocks are not locked and its tokens are not hidden, so the server can read the text"
+                assert lines == ([] if defence != "none" else [f"{open_model(models('llama')).name}: {told}"])
+                assert next(iter(writer.tokens(IDS, max_tokens=1))) >= 0
+
+
 def test_what_a_server_forgets_is_sent_again(server, models) -> None:
     """Too many texts, too many bytes, too old, a session that is gone: the same tokens."""
     folder, seen = models("llama"), []
@@ -165,8 +181,8 @@ def test_what_a_server_forgets_is_sent_again(server, models) -> None:
                 current.last_message -= Limits.cached + 1
             if len(words) == 12:
                 assert current is not session
-                for each in current.sequences._kept.values():
-                    each.last_message -= Limits.cached + 1
+                kept = current.sequences._kept
+                kept |= {n: replace(each, last_message=-math.inf) for n, each in kept.items()}
         assert words == expected
         assert [m.kind for m in seen].count("hello") == 2
         starts = [m.facts["start"] for m in seen if m.kind == "extend"]
@@ -320,6 +336,12 @@ def test_one_prompt_is_continued_as_a_writer_does(server, models) -> None:
         assert list(generate(folder, PROMPT, through(server), seed=seed, **options)) == pieces
 
 
+def test_all_ways_to_generate_have_the_same_defaults() -> None:
+    ways = [inspect.signature(way).parameters for way in (generate, Writer.write, Writer.tokens)]
+    for name in ("max_tokens", "temperature", "seed"):
+        assert len({way[name].default for way in ways}) == 1
+
+
 def test_logits_that_are_no_numbers_choose_no_word() -> None:
     chance = torch.Generator().manual_seed(0)
     assert choose(torch.tensor([0.0, 3.0, 1.0]), 0.0, chance) == 1
@@ -336,6 +358,7 @@ def test_words_are_drawn_by_their_shares() -> None:
         drawn = torch.tensor([choose(logits, temperature, chance) for _ in range(2000)]).bincount(minlength=4) / 2000
         shares = (logits / temperature).exp() / (logits / temperature).exp().sum()
         assert float((drawn - shares).abs().max()) < 0.05
+    assert choose(logits, 1e-308, chance) == 2  # the quotients are beyond float64, their shares are not
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 
 from situs.errors import SitusError
+from situs.split import message
 from situs.split.message import (
     CHUNK,
     KINDS,
@@ -24,7 +25,9 @@ from situs.split.message import (
     check_tensors,
     encode,
     finite,
+    number,
     open_message,
+    packed,
     unpacked,
 )
 
@@ -66,6 +69,39 @@ def test_a_message_is_a_safetensors_file_in_chunks(tmp_path) -> None:
     assert all(torch.equal(load(file.read_bytes())[name], value) for name, value in tensors.items())
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata()["kind"] == "forward" and json.loads(opened.metadata()["facts"]) == {"step": 1}
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_every_chunk_but_the_last_is_full_and_none_is_empty(monkeypatch, chunks: int, more: int) -> None:
+    monkeypatch.setattr(message, "CHUNK", 1 << 10)
+
+    def sent(count: int) -> list[bytes]:
+        tensors = {"a": torch.ones(100, dtype=torch.uint8), "b": torch.ones(count, dtype=torch.uint8)}
+        return [bytes(chunk) for chunk in encode(Message("forward", {"step": 1}, tensors))]
+
+    room = chunks * (1 << 10) - len(sent(400)[0]) + 400  # until the last chunk is full
+    sizes = [len(chunk) for chunk in sent(room + more)]
+    assert sizes == [1 << 10] * chunks + [1] if more > 0 else [1 << 10] * (chunks - 1) + [(1 << 10) + more]
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [(0, True), (4, True), (5, False), (-1, False), (True, False), (2.0, False), ("1", False), (None, False)],
+)
+def test_a_number_is_whole_and_below_its_bound(value: object, fits: bool) -> None:
+    if fits:
+        assert number({"x": value}, "x", 5) == value
+        return
+    with pytest.raises(RefusedError, match=re.escape(f"x={value!r}: must be a whole number from 0 to 4")):
+        number({"x": value}, "x", 5)
+
+
+def test_an_answer_is_rounded_only_where_that_was_agreed() -> None:
+    z = torch.full((2,), 1 / 3, dtype=torch.float64, requires_grad=True)
+    for facts, dtype in (({}, torch.float64), ({"wire": "F64"}, torch.float64), ({"wire": "BF16"}, torch.bfloat16)):
+        out = packed(z, facts)
+        assert out.dtype == dtype and not out.requires_grad and torch.equal(out, z.detach().to(dtype))
 
 
 def test_one_number_that_is_not_finite_is_seen_in_every_dtype() -> None:

@@ -112,6 +112,27 @@ def test_an_embedding_that_draws_keeps_the_order_of_its_draws(tmp_path, monkeypa
     assert farthest(one, two) == 0
 
 
+def test_draws_beside_a_later_embedding_are_a_servers_and_send_nothing_one_by_one(tmp_path, monkeypatch) -> None:
+    """Once the first embedding drew nothing, what moves the generators is a server in the same process."""
+
+    class Beside(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                torch.rand(1)
+            return x
+
+    def make():
+        backbone = vit()
+        backbone.model.pos_drop = Beside()
+        return backbone
+
+    _, pair, *_ = trained(tmp_path, replace(FOUR, max_steps=1), make=make, monkeypatch=monkeypatch)
+    assert [m.kind for m in pair.seen[1:5]] == ["forward", "forward", "backward", "forward"]
+
+
 def test_a_frozen_embedding_and_a_step_that_is_given_up(tmp_path, monkeypatch) -> None:
     """A question that fails ends the step, and those behind it are given up with it."""
     pair = Pair(vit, tmp_path / "frozen", train=FOUR)

@@ -21,6 +21,7 @@ from situs.measure.hooks import validation_hooks
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.start import starting
+from situs.progress import notes_to
 from situs.split import run
 from situs.split.hiding import Hide, read_hiding
 from situs.split.message import Message, RefusedError
@@ -30,7 +31,7 @@ from situs.split.transport.certificates import make_certificates, read_credentia
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG
 from situs.split.whole import merge, open_split, session_folder
-from situs.train.assemble import Setup
+from situs.train.assemble import Setup, make_method
 from situs.train.checkpoint import RunFolder, folder
 from situs.train.run import train_run
 
@@ -389,8 +390,12 @@ def test_a_server_that_starts_anew_once_a_step_costs_no_patience(tmp_path, monke
             raise RefusedError("the session has been restarted", "anew")
         return server.answer("me", message)
 
-    train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
+    lines: list[str] = []
+    with notes_to(lines.append):
+        train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
     assert len(lost) == RunFolder.open(tmp_path / "split").newest().step == 3
+    again = "both continue from their newest common checkpoint"
+    assert lines[-3:] == [f"the server restarted at step {step}: {again}" for step in range(3)]
 
 
 def test_a_training_goes_on_from_the_servers_step(tmp_path) -> None:
@@ -435,6 +440,10 @@ def test_blocks_that_clients_share_are_joined_as_they_are_now(tmp_path) -> None:
         theirs = blocks.tensors(file)
         assert joined.keys() == mine.keys() | theirs.keys() and not mine.keys() & theirs.keys()
         assert all(torch.equal(joined[name], value) for part in (mine, theirs) for name, value in part.items())
+    assert RunFolder.open(tmp_path / "whole").records() == RunFolder.open(one).records() != []
+    RunFolder.open(one).metrics.unlink()  # a run without its log is joined all the same
+    assert merge(one, server, tmp_path / "unlogged") == 4
+    assert not RunFolder.open(tmp_path / "unlogged").metrics.exists()
 
 
 def test_parts_without_a_common_checkpoint_are_not_joined(tmp_path) -> None:
@@ -463,8 +472,10 @@ def test_a_server_of_another_folder_has_no_checkpoint_of_a_run(tmp_path) -> None
 
 
 def test_blocks_are_not_served_in_half_precision_or_from_what_does_not_fit(tmp_path) -> None:
+    lines: list[str] = []
+
     def served(**fields):
-        return make_server(replace(CONFIG, **fields), tmp_path / "server", device="cpu")
+        return make_server(replace(CONFIG, **fields), tmp_path / "server", device="cpu", say=lines.append)
 
     with pytest.raises(SitusError, match="precision='fp16'") as told:
         served(train=replace(CONFIG.train, precision="fp16"))
@@ -479,7 +490,13 @@ def test_blocks_are_not_served_in_half_precision_or_from_what_does_not_fit(tmp_p
         served(init=str(kept))
     assert told.value.field == "init"
     whole = lock(tmp_path / "export", key, tmp_path / "whole", withhold=["embedding"]).path
+    lines.clear()
     assert served(init=str(whole)).digest != served().digest
+    name = f"the blocks of {make_method(CONFIG, ['a']).backbone.name} are new (random weights from seed 0)"
+    assert lines == [f"the blocks are those of {whole}, locked", name]
+    lines.clear()
+    served(init=str(tmp_path / "export"))
+    assert lines and str(tmp_path / "export") in lines[0]
     for shape in ({"depth": 3}, {"embed_dim": 32}):
         wide = replace(CONFIG.backbone, model_args={"depth": 2, "embed_dim": 16, "num_heads": 2} | shape)
         with pytest.raises(

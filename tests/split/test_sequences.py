@@ -109,6 +109,17 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
         sequences.extend(message(rows(13)), blocks)
 
 
+def test_a_sequence_is_forgotten_after_its_time_and_not_before(blocks, monkeypatch) -> None:
+    sequences, clock = Sequences(3, 1 << 20), [1000.0]
+    monkeypatch.setattr("situs.split.sequences.time.monotonic", lambda: clock[0])
+    for number in (1, 2):
+        sequences.extend(message(rows(2), sequence=number), blocks)
+        clock[0] += 5
+    for seconds, remain in ((10, [1, 2]), (9.5, [2]), (5, [2]), (4.5, [])):
+        sequences.forget(seconds)
+        assert list(sequences._kept) == remain and len(sequences) == len(remain)
+
+
 def test_what_is_counted_is_what_is_held() -> None:
     """A window of a long prompt is no view of all of it, and neither is the answer."""
     torch.manual_seed(0)

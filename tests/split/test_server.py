@@ -14,6 +14,7 @@ from situs.split.client import Client, Flight, RewoundError
 from situs.split.message import CHUNK, Message, RefusedError, encode
 from situs.split.parts import layout
 from situs.split.server import Limits
+from situs.split.session import MOST_STEPS
 
 
 @pytest.fixture
@@ -121,6 +122,16 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
     for name in ("../../etc", "0" * 31, None, 5):
         with pytest.raises(RefusedError, match="32 hexadecimal"):
             server.answer("me", Message("hello", {**hello, "session": name}))
+
+
+def test_a_hello_names_at_most_a_thousand_checkpoints_by_their_steps(pair) -> None:
+    last = MOST_STEPS - 1
+    for steps in ([0] * 1000, [last, 0], []):
+        assert pair.client.hello(*pair.facts, steps).step == 0
+    for steps in ([0] * 1001, [last + 1], [-1], [True], [0.0], "0", None, {}):
+        facts = {"session": SESSION, "layout": pair.facts[0], "training": pair.facts[1], "steps": steps}
+        with pytest.raises(RefusedError, match="must be the numbers of the client's checkpoints"):
+            pair.server.answer("me", Message("hello", facts))
 
 
 def test_another_model_or_training_is_refused(pair) -> None:
@@ -256,9 +267,13 @@ def test_a_client_with_many_trainings_gives_way_to_one_with_none(tmp_path) -> No
         given = {"session": f"{number:032x}", "layout": layout, "training": training, "steps": []}
         pair.server.answer(owner, Message("hello", given))
 
+    lines: list[str] = []
+    pair.server.say = lines.append
     for number in range(3):
         hello("eve", number)
     hello("ann", 10)
+    most = "its owner has the most sessions (3)"
+    assert lines == [f"the session {0:032x} is unloaded for another client, because {most}"]
     assert [each.owner for each in pair.server.sessions.values()] == ["eve", "eve", "ann"]
     for owner, number in (("eve", 0), ("eve", 3), ("ann", 11)):
         with pytest.raises(RefusedError, match=r"sessions are in use|already stores"):
@@ -284,6 +299,46 @@ def test_shared_blocks_begin_where_their_server_ended(tmp_path) -> None:
     ended, started, first = (each.method.state_dict() for each in (pair.server.common, again, fresh))
     assert all(torch.equal(started[name], value) for name, value in ended.items())
     assert not all(torch.equal(first[name], value) for name, value in ended.items())
+
+
+def test_limits_of_time_at_their_bounds_and_what_the_server_says(tmp_path, monkeypatch) -> None:
+    clock, lines = [1000.0], list[str]()
+    monkeypatch.setattr("situs.split.server.time.monotonic", lambda: clock[0])
+
+    def paired(out: str, **given) -> Pair:
+        pair = Pair(vit, tmp_path / out, shared=out == "lease", limits=Limits(**given))
+        pair.server.say = lines.append
+        return pair
+
+    pair, other = paired("idle", clients=1, idle=50), "f" * 32
+    pair.client.hello(*pair.facts, [])
+    pair.client.session = other
+    clock[0] += 49.5
+    with pytest.raises(RefusedError, match="all 1 sessions are in use"):
+        pair.client.hello(*pair.facts, [])
+    clock[0] += 0.5
+    pair.client.hello(*pair.facts, [])
+    assert lines.pop() == f"the session {SESSION} was idle, so it is unloaded for another client"
+    pair = paired("lease", lease=50)
+    one, two = pair.client, Client(pair.call, other)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+        client.begin(0, 0.1)
+    flown(one)
+    clock[0] += 49.5
+    with pytest.raises(RefusedError, match="another client's step"):
+        flown(two)
+    clock[0] += 0.5
+    two.begin(0, 0.1)
+    flown(two)
+    assert lines.pop() == f"the session {SESSION}: its step took longer than 50 s and was abandoned"
+    pair = paired("cached", cached=50)
+    pair.client.hello_reading(layout(pair.method.backbone, any_length=True))
+    for seconds, stays in ((50, True), (0.5, False)):
+        clock[0] += seconds
+        pair.server.forget()
+        assert (SESSION in pair.server.sessions) == stays
+    assert not lines
 
 
 @pytest.mark.parametrize("how", ["bye", "hello", "idle"])

@@ -66,7 +66,6 @@ class GuardFilter(DXOFilter):
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         """Stores the weights that a task brings."""
-        super().handle_event(event_type, fl_ctx)
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             self._before = _weights(fl_ctx.get_prop(FLContextKey.TASK_DATA))
 

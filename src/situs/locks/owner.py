@@ -23,7 +23,7 @@ from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, re
 from situs.locks.key import AnyKey, as_key
 from situs.locks.locking import check, readable
 from situs.locks.manifest import Manifest, permutations_of
-from situs.locks.veil import Cut, Veil, set_entrance
+from situs.locks.veil import Cut, set_entrance
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 
@@ -57,7 +57,7 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = 
 def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Backbone:
     """A copy of a locked backbone that shares its weights and permutes the stream before and behind the blocks."""
     first, last = entrance_and_exit(groups)
-    return set_entrance(copy.copy(backbone), Cut(Veil(columns=True), channels=(keys[first], invert(keys[last]))))
+    return set_entrance(copy.copy(backbone), Cut(channels=(keys[first], invert(keys[last]))))
 
 
 def model_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:

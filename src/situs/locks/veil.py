@@ -209,7 +209,7 @@ class Cut(Entrance):
     None: they are random. at: gives the `at` of `enter` for a stream.
     """
 
-    veil: Veil
+    veil: Veil = Veil()
     prefix: int = 0
     grid: Grid = ()
     scale: float = 1.0

@@ -9,7 +9,7 @@ that was forgotten is no loss: its client sends all rows again, from position 0 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from situs.backbones.base import Past
 from situs.split.blocks import Blocks
@@ -18,7 +18,7 @@ from situs.split.message import Message, RefusedError, number, packed
 MOST_SEQUENCES = 1 << 31
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sequence:
     """weights: which weights computed `past`. check, answer: of the last message."""
 
@@ -26,7 +26,7 @@ class _Sequence:
     weights: tuple[int, bool]
     check: int
     answer: Message
-    last_message: float = field(default_factory=time.monotonic)
+    last_message: float
 
 
 class Sequences:
@@ -75,7 +75,7 @@ class Sequences:
         past = known.past if known is not None and start else blocks.backbone.new_past()
         last = blocks.extend(z, past, mean=mean)[:, -1:].clone()  # a view would keep all rows
         answer = Message("ok", {}, {"z": packed(last, message.facts)})
-        self._kept[name] = _Sequence(past, weights, check, answer)
+        self._kept[name] = _Sequence(past, weights, check, answer, time.monotonic())
         return answer
 
     def _make_room(self, needed: int) -> None:

@@ -15,6 +15,7 @@ from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import quadratic_assignment
+from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
@@ -30,7 +31,7 @@ from situs.locks.attacks.adapter import (
     train_adapter,
 )
 from situs.locks.attacks.audit import ATTACKS, LockAudit, _joined
-from situs.locks.attacks.match import assign, channels, fit_error, match_keys
+from situs.locks.attacks.match import assign, channels, fit_error, match_keys, normal_scores
 from situs.locks.attacks.recovery import (
     STEPS,
     KeyRecovery,
@@ -329,6 +330,45 @@ def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -
         assert torch.allclose(got, gram * 24**0.5 / gram.norm(), atol=1e-5)
 
 
+def test_channels_are_compared_by_the_ranks_of_each_kind_that_both_sides_have(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms with norms, biases with biases, what writes a channel with what writes it, and what reads it likewise."""
+    from situs.locks.attacks import recovery
+
+    backbone = create_backbone(model_folder("bert")).eval()
+    state = {name.removeprefix("bert."): value for name, value in backbone.model.state_dict().items()}
+    given: list[Any] = []
+    monkeypatch.setattr(recovery, "graph_match", lambda linear, _: given.append(linear) or torch.arange(len(linear)))
+    recovery.match_blind(backbone, residual_only(backbone.groups()))
+
+    def kinds(parts: Sequence[tuple[str, str, int]]) -> dict[str, Tensor]:
+        """(kind, tensor, axis of its channels) -> the common rank of each channel by kind."""
+        by_kind: dict[str, list[Tensor]] = {}
+        for kind, name, axis in parts:
+            value = state[name] if state[name].dim() == 1 else torch.linalg.vector_norm(state[name], dim=1 - axis)
+            by_kind.setdefault(kind, []).append(normal_scores(value))
+        return {kind: normal_scores(torch.stack(every).mean(dim=0)) for kind, every in by_kind.items()}
+
+    inside = []
+    for layer in ("encoder.layer.0.", "encoder.layer.1."):
+        readers = [f"attention.self.{name}" for name in ("query", "key", "value")] + ["intermediate.dense"]
+        inside += [("read", f"{layer}{name}.weight", 1) for name in readers]
+        for name in ("attention.output", "output"):
+            inside += [("write", f"{layer}{name}.dense.weight", 0), ("bias", f"{layer}{name}.dense.bias", 0)]
+            inside += [
+                ("norm.weight", f"{layer}{name}.LayerNorm.weight", 0),
+                ("bias", f"{layer}{name}.LayerNorm.bias", 0),
+            ]
+    around = [("write", f"embeddings.{name}_embeddings.weight", 1) for name in ("word", "position", "token_type")]
+    around += [("norm.weight", "embeddings.LayerNorm.weight", 0), ("bias", "embeddings.LayerNorm.bias", 0)]
+    around += [("read", "pooler.dense.weight", 1), ("bias", "pooler.dense.bias", 0), ("read", "classifier.weight", 1)]
+    locked, clear = kinds(inside), kinds(around)
+    assert len(locked) == 4
+    expected = sum(torch.outer(locked[kind], clear[kind]) for kind in locked) / 4
+    assert torch.allclose(given[0], expected, atol=1e-9)
+
+
 def test_the_input_of_a_projection_is_known_by_its_bias() -> None:
     state = {
         "linear.weight": torch.zeros(5, 3), "linear.bias": torch.zeros(5),
@@ -413,6 +453,11 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     assert "53.0 % with the key and 47.0 % without the key. 100 samples are too few" in verdict([chance])
     sure = result(48, 4, **scores, tested=10_000)  # the same with enough samples: it works without the key
     assert sure.broken and sure.bits == 0 and "too few to separate" not in verdict([sure])
+    doubtful = result(48, 4, doubt="there are too few")
+    assert doubtful.bits is None and UNJUDGED not in verdict([doubtful])
+    keyless = result(48, None, **scores | {"after": 0.53}, tested=10_000)
+    assert keyless.bits == 0 and UNJUDGED not in verdict([keyless])
+    assert UNJUDGED in verdict([result(48, None, **scores, tested=100)])
     few = result(48, 4, before=0.0, after=1.0, owner=1.0, tested=3)
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 

@@ -20,6 +20,7 @@ from situs.locks.attacks.samples import (
     STEADY,
     Samples,
     Variety,
+    _cells,
     distinct_samples,
     stability_of,
     varied_images,
@@ -58,6 +59,13 @@ def test_pictures_with_edges_count_and_flat_ones_are_named(side: int) -> None:
     assert told.used == tuple(range(6))
     assert told.flat == tuple(f"{number}.png" for number in range(6, 14))
     assert told.left_out == "too flat: 6.png, 7.png, 8.png, 9.png, 10.png and 3 more"
+
+
+@pytest.mark.parametrize(("height", "width", "cell"), [(112, 80, (7, 5)), (111, 95, (6, 5)), (32, 3, (4, 3))])
+def test_an_image_has_sixteen_cells_a_side_unless_they_are_too_small(height: int, width: int, cell: Any) -> None:
+    pixels = torch.rand(2, 3, height, width, generator=seeded(4))
+    tiles = pixels.unfold(2, cell[0], cell[0]).unfold(3, cell[1], cell[1])  # [B, C, rows, columns, *cell]
+    assert torch.equal(_cells(pixels), tiles.flatten(2, 3).flatten(3).movedim(2, 3))
 
 
 @pytest.mark.parametrize("side", [32, 64, 112])
@@ -105,6 +113,20 @@ def test_values_that_no_training_had_are_said() -> None:
     assert seen(good).doubt(99, 1.0, 64) == ""
     assert "mean" in seen(good, 1.0).doubt(99, 1.0, 64)  # as if nobody had divided by the deviation
     assert "heck mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
+    unit = (good - good.mean()) / good.std()
+    for mean, deviation, fits in (
+        (0, 0.25, False),
+        (0, 0.5, True),
+        (1, 1, True),
+        (0, 1.3, True),
+        (-4, 1, False),
+        (0, 4, False),
+    ):
+        problem = varied_images(deviation * unit + mean, good, [""] * 20).range_problem
+        assert problem.startswith(
+            "" if fits else f"the inputs have mean {mean:.2f} and standard deviation {deviation:.2f}."
+        )
+        assert bool(problem) != fits
 
 
 def test_what_is_missing_is_said_and_what_to_give() -> None:

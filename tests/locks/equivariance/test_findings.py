@@ -32,6 +32,7 @@ from situs.locks.groups import (
     residual_only,
 )
 from situs.models.inference import evaluating
+from situs.progress import listening
 
 EXACT = 1e-10
 
@@ -122,6 +123,14 @@ def test_what_stays_with_the_owner_is_said(verdict_of: Callable[[str], Verificat
     assert reasons["embed", "column"].status == reasons["finish", "column"].status == "refused"
     assert "convolution" in reasons["embed", "column"].reason
     assert reasons["embed", "row"].status == "holds"
+
+
+def test_progress_goes_through_four_parts() -> None:
+    parts: list[tuple[float, str]] = []
+    with listening(lambda tasks: parts.extend((each.done / each.total, each.now) for each in tasks[:1] if each.total)):
+        verify(make("vit", torch.float32), steps=0)
+    shares, names = zip(*dict.fromkeys(parts), strict=True)
+    assert shares == (0, 0, 0.25, 0.5, 0.75) and len(set(names)) == 5  # it opens without a name
 
 
 def test_a_network_without_tokens_is_refused_whole() -> None:

@@ -16,7 +16,7 @@ from situs.backbones.base import Stream
 from situs.core.permutation import invert, is_permutation
 from situs.core.position import Positions
 from situs.locks.equivariance.experiment import KeepDouble
-from situs.locks.equivariance.sample import moved_order, row_leak, row_refusal
+from situs.locks.equivariance.sample import moved_order, own_dtype, row_leak, row_refusal, sample_of
 
 ROWS = [name for name in ZOO if name not in NO_ROWS]
 
@@ -63,6 +63,32 @@ def test_orders_are_permutations(batch: int, count: int, seed: int) -> None:
     order = moved_order(batch, count, torch.Generator().manual_seed(seed))
     assert order.shape == (batch, count)
     assert bool(is_permutation(order).all())
+    assert count == 1 or not (order == torch.arange(count)).all(dim=1).any()  # none stays as it is
+
+
+def test_so_many_patches_take_part_as_there_are_or_as_asked_for() -> None:
+    backbone = make("vit", torch.float32)
+    count, chance = backbone.num_tokens, torch.Generator().manual_seed(0)
+    for tokens in (count, count + 1):
+        assert sample_of(backbone, None, tokens, chance).index is None
+    sample = sample_of(backbone, torch.zeros(3, 3, *backbone.input.shape, dtype=torch.float64), count - 1, chance)
+    assert sample.mask is None and sample.x.shape[0] == 3 and sample.x.dtype == own_dtype(backbone)
+    assert len({*sample.index.tolist()}) == count - 1 and sample.index.tolist() == sorted(sample.index.tolist())
+    assert set(sample.index.tolist()) < set(range(count))
+    swin = make("swin", torch.float32)  # its windows need every patch
+    drawn = sample_of(swin, None, 2, chance)
+    assert drawn.index is None and drawn.x.shape == (2, 3, *swin.input.shape) and drawn.x.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "length", "padded"), [("bert", 4, 0), ("bert", 5, 3), ("gpt2", 5, 0)])
+def test_a_text_of_five_words_is_padded_unless_its_model_is_causal(name: str, length: int, padded: int) -> None:
+    backbone = make(name)
+    sample = sample_of(backbone, None, length, torch.Generator().manual_seed(0))
+    assert sample.x.shape == (2, length) and not sample.x.is_floating_point()
+    assert 0 <= int(sample.x.min()) <= int(sample.x.max()) < backbone.model.config.vocab_size
+    assert sample.mask is not None and sample.mask[0].all() and sample.index is None
+    assert sample.mask[1].tolist() == [True] * (length - padded) + [False] * padded
+    assert sample_of(backbone, None, 99, torch.Generator()).x.shape == (2, backbone.num_tokens)
 
 
 # --- refusals and leaks --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 import ssl
 from types import SimpleNamespace
 
@@ -34,8 +35,10 @@ def test_what_is_made_is_private_and_can_be_read(folder) -> None:
     assert fingerprint((folder / "ann.pem").read_bytes()) == hashlib.sha256(der).hexdigest()
     with pytest.raises(SitusError, match="not empty"):
         make_certificates(folder)
-    with pytest.raises(SitusError, match=r"clients='\.\./x'"):
-        make_certificates(folder.parent / "other", clients=("../x",))
+    for name in ("../x", "", "a" * 65, "a b", "ca", "server"):
+        with pytest.raises(SitusError, match=re.escape(f"clients={name!r}")):
+            make_certificates(folder.parent / "other", clients=("a" * 64, name))
+    assert not (folder.parent / "other").exists()
 
 
 def test_the_lines_name_the_authority_and_the_fingerprint_of_each_certificate(tmp_path) -> None:
@@ -43,6 +46,27 @@ def test_the_lines_name_the_authority_and_the_fingerprint_of_each_certificate(tm
     assert first == f"{tmp_path / 'certs' / 'ca.pem'}: the authority, valid for 1 day; its key is not stored"
     names = [tmp_path / "certs" / f"{name}.pem" for name in ("server", "ann")]
     assert others == [f"{name}: fingerprint {fingerprint(name.read_bytes())}" for name in names]
+
+
+def test_certificates_have_the_extensions_that_each_use_needs(folder) -> None:
+    """As RFC 5280 has it: whether a certificate may issue others is critical, and each other one has one use."""
+    x509 = pytest.importorskip("cryptography.x509")
+    uses = {"ca": None, "server": "serverAuth", "client": "clientAuth", "ann": "clientAuth"}
+    for name, use in uses.items():
+        made = x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes()).extensions
+        basic = made.get_extension_for_class(x509.BasicConstraints)
+        assert basic.critical and (basic.value.ca, basic.value.path_length) == (
+            (True, 0) if use is None else (False, None)
+        )
+        shown = {type(each.value): each for each in made}
+        assert (x509.SubjectAlternativeName in shown) == (name == "server")
+        if use is not None:
+            usage = shown[x509.ExtendedKeyUsage]
+            assert [each._name for each in usage.value] == [use] and not usage.critical
+    server = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "split.example"]
+    assert [*map(str, names.get_values_for_type(x509.IPAddress))] == ["127.0.0.1", "::1", "10.1.2.3"]
 
 
 def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:

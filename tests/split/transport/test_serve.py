@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import random
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from wired import SESSION, Pair, vit
 from situs.errors import SitusError
 from situs.split.message import ANSWERS, CHUNK, Body, Message, RefusedError, encode, open_message
 from situs.split.run import train_split
+from situs.split.server import Limits, Server
 from situs.split.serving import make_server
 from situs.split.transport import serve
 from situs.split.transport.certificates import Credentials, DenyList, make_certificates, read_credentials
@@ -74,7 +79,8 @@ def test_plaintext_is_for_this_machine_alone() -> None:
         assert split_address(f"{host}:7443", "listen") == (host, 7443)
     assert split_address("localhost:1", "server", plaintext=True) == ("localhost", 1)
     assert split_address("[::1]:7443", "listen") == ("::1", 7443)
-    for text in ("7443", "host:", "host:x", "host:99999", ":1"):
+    assert [split_address(f"host:{port}", "listen")[1] for port in (0, 65535)] == [0, 65535]
+    for text in ("7443", "host:", "host:x", "host:65536", "host:-1", ":1"):
         with pytest.raises(SitusError, match="HOST:PORT"):
             split_address(text, "listen")
 
@@ -208,6 +214,38 @@ def test_one_client_cannot_hold_all_messages(tmp_path) -> None:
             task.cancel()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("clients", "named", "all_of"), [(1, 4, 4), (2, 4, 8), (8, 16, 32)])
+def test_one_name_has_half_of_all_places_unless_all_have_one_name(
+    clients: int, named: int, all_of: int, tmp_path
+) -> None:
+    def places(*owners: str, alone: bool = False) -> list[int]:
+        server = SimpleNamespace(limits=Limits(clients=clients))
+        service = serve.Service(cast(Server, server), logging.getLogger("none"), DenyList(None))
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                with contextlib.suppress(RefusedError):
+                    while True:
+                        service._count(owner, stack, alone=alone)
+            counts = [service.in_memory[owner] for owner in owners]
+        assert not service.in_memory  # the names are forgotten too
+        return counts
+
+    assert places("eve") == [named]
+    assert places("eve", "ann", "bob") == [named, min(named, all_of - named), 0]
+    assert places("anyone", alone=True) == [all_of]
+
+
+def test_a_refusal_is_one_line_of_the_log_and_a_busy_server_writes_none(tmp_path) -> None:
+    lines: list[str] = []
+    log = cast(logging.Logger, SimpleNamespace(warning=lambda text, *of: lines.append(text % of)))
+    service = serve.Service(cast(Server, None), log, DenyList(None))
+    answer = service._refuse("me", "message", "one\ntwo" + "x" * 400)
+    assert answer.kind == "refused" and answer.facts == {"code": "message", "reason": "one\ntwo" + "x" * 393}
+    assert lines == ["'me' refused (message): one two" + "x" * 393]
+    assert service._refuse("me", "busy", "later").facts == {"code": "busy", "reason": "later"}
+    assert len(lines) == 1 and service.refused == {"message": 1, "busy": 1}
 
 
 def test_an_answer_that_is_not_taken_counts_as_held(tmp_path) -> None:

@@ -29,6 +29,7 @@ from situs.limits import check_value
 from situs.locks.attacks.match import Keys, State, assign, channels, match_keys, normal_scores
 from situs.locks.equivariance.sample import random_inputs
 from situs.locks.groups import invert_keys, permute_state, residual_only
+from situs.locks.withhold import block_tensors
 
 BROKEN = 0.99
 """Share of the accuracy gap between locked and open model that an attack must close to make the key unnecessary."""
@@ -253,8 +254,9 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     residual = residual_only(groups)
     keys = {group.name: identity(group.size) for group in groups}
     group = residual[0]
-    locked_names = {member.tensor for other in groups for member in other.members}
-    clear = {name: value for name, value in state.items() if name not in locked_names}
+    # What the blocks hold and no key moves (the biases of queries) has the order of no channel of the stream.
+    inside = {member.tensor for other in groups for member in other.members} | block_tensors(backbone)
+    clear = {name: value for name, value in state.items() if name not in inside}
     if inputs is None:
         inputs = random_inputs(backbone, PROBES, 64, torch.Generator().manual_seed(0))
     stream = block_inputs(backbone, inputs).flatten(0, 1)

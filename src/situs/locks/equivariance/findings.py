@@ -227,7 +227,7 @@ def verify(
     with evaluating(backbone):
         sample = sample_of(backbone, x, tokens, generator)
         with task("verifying", 4) as progress:
-            progress.tell(0, "rows and columns in float64")
+            progress.tell(now="rows and columns in float64")
             experiment = Experiment(backbone, sample, torch.float64, steps)
             first = _measure(experiment, groups, keys)
             progress.tell(1, "negative control")

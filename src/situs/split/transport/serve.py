@@ -140,9 +140,7 @@ class Service:
         stack.callback(self._uncount, owner)
 
     def _uncount(self, owner: str) -> None:
-        self.in_memory[owner] -= 1
-        if not self.in_memory[owner]:
-            del self.in_memory[owner]
+        self.in_memory -= Counter([owner])  # without names that have none left
 
     def _refuse(self, owner: str, code: str, reason: str) -> Message:
         self.refused[code] += 1
@@ -217,7 +215,7 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
     options = (
         *OPTIONS,
         ("grpc.so_reuseport", 0),  # or a second server could share the port unnoticed
-        ("grpc.max_concurrent_streams", 4 * clients),
+        ("grpc.max_concurrent_streams", AT_ONCE * clients),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     )
 
