@@ -208,6 +208,10 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
         "is not on the hub, or is",
     ),
     "unauthorised": ({"fault": "status", "status": 401}, "is not on the hub, or is private"),
+    "token refused": (
+        {"fault": "status", "status": 401, "message": "Invalid credentials in Authorization header"},
+        "is private and needs a login",
+    ),
     "forbidden": ({"fault": "status", "status": 403}, "needs a login"),
     "gated": (
         {"fault": "status", "status": 403, "redirect": "GatedRepo", "where": LISTED},

@@ -41,7 +41,7 @@ def plan(noise: Tensor) -> AugmentPlan:
     choose, whether, sign, radius, angle = noise.unbind(-1)
     operation = (choose * len(OPERATIONS)).long()
     normal = torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos(2.0 * math.pi * angle)
-    strength = (_STRENGTH + 0.5 * normal).clamp(0.0, _LARGEST) / _LARGEST
+    strength = (_STRENGTH + 0.5 * normal).clamp(max=_LARGEST) / _LARGEST
     return AugmentPlan(operation, whether < 0.5, strength, torch.where(sign < 0.5, -1.0, 1.0))
 
 
@@ -76,7 +76,7 @@ def recolour(levels: Tensor, drawn: AugmentPlan) -> Tensor:
 
 def _recolour_once(levels: Tensor, drawn: AugmentPlan) -> Tensor:
     strength = drawn.strength
-    factor = (1.0 + 0.9 * strength * drawn.sign).clamp(min=0.1)
+    factor = 1.0 + 0.9 * strength * drawn.sign
     luma = grey(levels)
     index = levels.flatten(2).long()
     counts = histogram(index)
