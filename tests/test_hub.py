@@ -279,15 +279,7 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
 }
 
 
-SLOW = {
-    *("unauthorised", "forbidden", "server error, list", "file redirects for ever", "file is too long", "no config"),
-    *("absolute name", "no files", "config is a list", "config is too deep", "size is a word", "listed and missing"),
-    *("unknown model type", "huge description", "cut again and again"),
-}
-"""Close to another fault, or seconds long."""
-
-
-@pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_path: Path, fault: str) -> None:
     change, expected = FAULTS[fault]
     if callable(change):
