@@ -279,7 +279,11 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = {"unknown model type"}
+"""It imports transformers."""
+
+
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_path: Path, fault: str) -> None:
     change, expected = FAULTS[fault]
     if callable(change):
