@@ -30,7 +30,7 @@ class Hub:
         self.where = ""  # the file or the part ("api") that the fault is about
         self.status = 500
         self.change: Callable[[dict[str, Any]], Any] = lambda listed: None
-        self.redirect = ""
+        self.redirect = self.message = ""
         self.seen: list[tuple[str, str, str]] = []
         hub = self
 
@@ -91,7 +91,8 @@ class Hub:
         name = "api" if path.startswith("/api/") else path.partition("/resolve/")[2].partition("/")[2] or path[5:]
         hit = self.fault if self.where in ("", name) else ""
         if hit == "status":
-            headers = {"X-Error-Code": self.redirect} if self.redirect else {}
+            headers = {"X-Error-Code": self.redirect, "X-Error-Message": self.message}
+            headers = {header: value for header, value in headers.items() if value}
             return self.send(request, self.status, b'{"error": "no"}', body, headers)
         if hit == "loop":
             return self.send(request, 302, b"", body, {"Location": request.path})

@@ -22,6 +22,7 @@ from situs.config import (
     checks_arguments,
     choice,
     choices_of,
+    convert,
     differences,
     from_dict,
     in_words,
@@ -311,6 +312,13 @@ def test_none_is_said_by_its_name_where_text_does_not_fit() -> None:
     assert made.optim.clip is None
     with pytest.raises(SitusError, match="steps='none': must be an integer"):
         from_dict(Config, {"steps": "none"})
+
+
+@pytest.mark.parametrize("value", [["a/"], {"x": "a/"}, ["a/", 1]])
+def test_a_union_changes_no_value_that_fits_a_later_member(value: Any) -> None:
+    kind = list[Path] | dict[str, Path] | list[str | int] | dict[str, str]
+    assert exact(convert(kind, value, "a")) == exact(value)
+    assert convert(list[Path] | tuple[Path, ...], ["a/"], "a") == [Path("a")]
 
 
 def test_a_rule_within_a_union_and_a_list() -> None:

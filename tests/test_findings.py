@@ -32,6 +32,7 @@ def test_a_certificate_holds_where_nothing_is_open(fits: bool, known: bool, unse
     for unique in (True, False):
         certificate = Certificate(fits, unique=unique, order_known=known, unseen=unseen)
         assert certificate.holds is (fits and known and unseen == 0)
+    assert not Certificate(fits=True).holds  # which says nothing of the order
 
 
 def test_a_closed_form_that_solved_all_samples_proves_something() -> None:

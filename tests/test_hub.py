@@ -208,6 +208,10 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
         "is not on the hub, or is",
     ),
     "unauthorised": ({"fault": "status", "status": 401}, "is not on the hub, or is private"),
+    "token refused": (
+        {"fault": "status", "status": 401, "message": "Invalid credentials in Authorization header"},
+        "is private and needs a login",
+    ),
     "forbidden": ({"fault": "status", "status": 403}, "needs a login"),
     "gated": (
         {"fault": "status", "status": 403, "redirect": "GatedRepo", "where": LISTED},
@@ -275,12 +279,8 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
 }
 
 
-SLOW = {
-    *("unauthorised", "forbidden", "server error, list", "file redirects for ever", "file is too long", "no config"),
-    *("absolute name", "no files", "config is a list", "config is too deep", "size is a word", "listed and missing"),
-    *("unknown model type", "huge description", "cut again and again"),
-}
-"""Close to another fault, or seconds long."""
+SLOW = {"unknown model type"}
+"""It imports transformers."""
 
 
 @pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])

@@ -107,6 +107,11 @@ def test_a_clean_set_and_a_grey_one(tmp_path):
         f"{w}_{s}": n for w in ("least", "median", "most") for s, n in (("height", 20), ("width", 24))
     }
     assert "height × width: 20 × 24" in clean.summary().notes
+    headers = check(tmp_path / "clean", decode_pixels=False, workers=0)
+    assert [(each.title, each.tone, each.mark) for each in (clean, headers)] == [
+        ("clean: checked", "good", "No issues found"),
+        ("clean: checked", "unsure", "No issues found, but images were not decoded"),
+    ]
     assert check(tmp_path / "grey", workers=0).counts["grey"] == 0
 
 
@@ -146,6 +151,8 @@ def test_what_is_just_within_a_limit_is_no_issue(tmp_path: Path) -> None:
         for side in ("height", "width")
     } | {"median_width": 24}
     assert found.summary().notes[-1] == "height × width: from 4 × 4 to 101 × 101, median 20 × 24"
+    assert (found.tone, found.mark) == ("unsure", "Issues to inspect")
+    assert found.summary().numbers == (("6", "issues in 21 images"),)
 
 
 @pytest.mark.parametrize(("grey", "colour", "issues"), [(1, 1, 0), (2, 2, 0), (1, 2, 1), (2, 3, 2), (2, 1, 0)])
@@ -215,6 +222,11 @@ def test_a_manifest_that_is_wrong_is_one_sentence(tmp_path: Path, change: Any, s
     assert "\n" not in str(caught.value)
 
 
+def test_a_shard_alone_is_named_without_its_ending(tmp_path: Path) -> None:
+    file, _ = packed(tmp_path)
+    assert check(file.with_name("part-00000.parquet"), workers=0).title == "part-00000: checked"
+
+
 def test_a_manifest_without_an_entry_names_it(tmp_path: Path) -> None:
     file, manifest = packed(tmp_path)
     for holder, key in ((manifest["shards"][0], "sha256"), (manifest["shards"][0], "file"), (manifest, "shards")):
@@ -266,6 +278,10 @@ def test_only_the_first_issues_of_a_kind_are_listed(tmp_path: Path, monkeypatch:
     assert notes["Duplicate"].startswith("4 in all, 2 of them listed here. Meaning: the same bytes as")
     sentence = "9 images: 3 broken, 4 duplicates."
     assert (found.summary().sentence, found.tone) == (sentence, "bad")
+    [figure] = found.figures()
+    bars = list(figure.values[0].items())
+    assert bars[:3] == [("duplicate", (4, "unsure")), ("broken", (3, "bad")), ("checksum", (0, "good"))]
+    assert len(bars) == len(KINDS) and {each for _, each in bars[2:]} == {(0, "good")}
 
 
 def test_an_unknown_kind_names_those_there_are(zoo):

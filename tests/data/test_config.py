@@ -72,6 +72,9 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("detection", ("objects",)).target == "objects"
     assert DataConfig().for_method("segmentation", ("mask",)).target == "mask"
     assert DataConfig().for_method("mp3", ()).target == "class"
+    # A folder of images often has a table beside it, so that sentences are not found where nobody asks for them.
+    kinds = {need: DataConfig().for_method("any", (need,)).kind for need in ("objects", "mask", "words")}
+    assert kinds == {"objects": None, "mask": None, "words": "text"}
     for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
         with pytest.raises(SitusError, match=f"mp3 learns without {things}, but the target of the data is {things}"):

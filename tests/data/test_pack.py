@@ -74,6 +74,10 @@ def test_a_packed_set_reads_as_the_set_it_was_made_of(photos, tmp_path, kind):
         "1 broken image left out."
     )
     assert [(*row[:2], row[5]) for row in said.tables[0].rows] == [("train", 8, 1), ("val", 2, 0)]
+    assert (packed.title, packed.tone, packed.mark) == ("photos: packed", "unsure", "Some images left out")
+    assert packed.figures()[0].values == ({"train": 8, "val": 2}, "images")
+    whole = pack(photos, tmp_path / "val", config(kind), splits=["val"], workers=0)
+    assert (whole.tone, whole.mark) == ("good", "All images packed")
 
 
 @FORMATS

@@ -96,6 +96,14 @@ def test_a_photograph_many_times_too_large_is_read_at_a_part_of_its_sides(monkey
     assert (scaled - exact).abs().float().mean() < 1.5
 
 
+@pytest.mark.parametrize(("side", "part"), [(79, 1), (80, 2), (159, 2), (160, 4), (319, 4), (320, 8)])
+def test_a_photograph_is_never_read_below_twice_its_new_side(side, part, monkeypatch):
+    asked = []
+    monkeypatch.setattr("situs.data.pack.decode", lambda *_, reduce: asked.append(reduce) or torch.zeros(3, 20, 20))
+    store(encoded(Image.new("L", (side, 400)), "JPEG"), "x", PackConfig(short_side=20))
+    assert asked == [part]
+
+
 def test_pixels_without_a_file_are_stored_without_loss():
     image = torch.from_numpy(RNG.integers(0, 256, (3, 8, 9), dtype=np.uint8))
     for given in (

@@ -6,7 +6,9 @@ import multiprocessing
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -179,6 +181,19 @@ def test_the_host_stays_two_steps_ahead_and_only_an_idle_gpu_waits(monkeypatch):
     nobody = Pace(CPU)
     nobody.launched()
     assert not nobody.busy and len(EVENTS) == 4
+
+
+@pytest.mark.parametrize(("named", "meant"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cuda:0", "cuda:0")])
+def test_a_gpu_without_a_number_is_the_current_one(named, meant, monkeypatch):
+    entered = []
+    monkeypatch.setattr("situs.data.prefetch._stream", lambda _: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    for name in ("Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    assert [int(batch.ids) for batch in prefetch(batch_of, range(3), torch.device(named))] == [0, 1, 2]
+    assert entered == [torch.device(meant)]
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -69,6 +69,18 @@ def test_the_ranks_together_are_the_single_rank_and_resume_goes_on(n, per_rank, 
     assert all(len(part) == per_rank for share in shares for part in share[: n // batch])
 
 
+def test_a_step_sampler_is_asked_once_for_each_step_of_the_run():
+    asked = []
+
+    def sampled(*step_n_batch):
+        asked.append(step_n_batch)
+        return torch.tensor([len(asked), 7])
+
+    plan = BatchPlan(11, 4, step_sampler=sampled)
+    assert (all_rows(plan), all_rows(plan, epoch=2, start=1)) == ([[1, 7], [2, 7]], [[3, 7]])
+    assert asked == [(0, 11, 4), (1, 11, 4), (5, 11, 4)]
+
+
 def test_without_repeats_every_sample_comes_once():
     assert sorted(chain.from_iterable(all_rows(BatchPlan(10, 4, drop_last=False)))) == list(range(10))
     assert all_rows(BatchPlan(10, 4, shuffle=False, drop_last=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

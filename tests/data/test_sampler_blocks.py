@@ -159,6 +159,30 @@ def test_each_block_is_read_once_and_few_are_open(size, world, parts):
     assert most <= open_ + (world * parts if shared else 0)
 
 
+@pytest.mark.parametrize(("world", "parts"), [(1, 1), (1, 4), (2, 3)])
+def test_a_block_is_released_after_its_last_row_and_not_before(world, parts):
+    """Slowly: of each task the rows of the global batch, and how many of them stand before the end of a block."""
+    plan, batch = planned(Runs([5] * 60), 12, window=60.0), 12
+    epoch = plan.order_of(0)
+    released = 0
+    for rank in range(world):
+        schedule = _Schedule(replace(plan, rank=rank, world=world), parts)
+        tasks, step = iter(schedule), 0
+        while step < plan.steps:
+            round_ = [next(tasks)[0] for _ in range(parts)]
+            sizes = schedule.sizes.popleft()
+            wanted: list[dict[int, list[int]]] = [{} for _ in range(parts)]
+            for number in range(len(sizes[0])):
+                for part, places in enumerate(torch.arange(batch).tensor_split(world)[rank].tensor_split(parts)):
+                    for row, sample in epoch.ended(step + number):
+                        count = sum(sizes[part][:number]) + int((places < row).sum())
+                        wanted[part].setdefault(count, []).append(sample)
+                        released += 1
+            assert [task.done for task in round_] == wanted
+            step += len(sizes[0])
+    assert released > 0
+
+
 class Torn(Runs):
     """The last sample of every block is broken, and every fifth block altogether."""
 

@@ -110,6 +110,7 @@ def test_contents_lead_to_sections() -> None:
     page.section("Under which nothing came")
     read = Reader(page.render())
     ids = read.values("id")
+    assert [each.partition("-")[2] for each in ids] == ["same", "same", "", "fourth-last", "folded"]
     assert len(set(ids)) == 5
     assert read.values("href") == [f"#{each}" for each in ids]
     few = Page("p", sections=[Section("one").text("t"), Section("two").text("t")])

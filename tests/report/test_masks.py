@@ -34,3 +34,10 @@ def test_a_row_has_its_picture_and_its_masks_and_classes_that_are_seen_are_named
     figure = mask_rows(rows, ("sky", "tree", "road"))
     assert [axis.get_title() for axis in figure.axes] == ["image", "truth", "predicted", "", "", ""]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sky", "road"]
+
+
+def test_tall_pictures_make_a_tall_figure_up_to_a_limit() -> None:
+    def height(*sides: int) -> float:
+        return mask_rows([("", torch.rand(3, *sides), {"truth": np.zeros((2, 2), int)})], ("sky",)).get_figheight()
+
+    assert height(10, 20) < height(10, 10) < height(12, 10) < height(13, 10) == height(14, 10) == height(30, 10)

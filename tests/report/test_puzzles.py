@@ -29,6 +29,12 @@ def test_marks_cover_their_patches_and_no_others() -> None:
     assert found[0, 4, 4, 4].get_facecolor()[:3] == (0, 0, 0)
     assert found[8, 4, 4, 4].get_facecolor()[:3] == (1, 1, 1)
     assert found[8, 4, 4, 4].get_edgecolor()[:3] == to_rgb(RED)
+    strokes = [
+        np.array(lines.get_segments()) for lines in axis.collections if tuple(lines.get_color()[0][:3]) != to_rgb(GREEN)
+    ]
+    for lines, (left, top) in zip(strokes, ((8, 0), (0, 4)), strict=True):  # across the empty patch and the hidden one
+        assert len(lines) == 2 and np.array_equal(lines.min((0, 1)), (left, top))
+        assert np.array_equal(lines.max((0, 1)), (left + 4, top + 4))
     (outline,) = [lines for lines in axis.collections if tuple(lines.get_color()[0][:3]) == to_rgb(GREEN)]
     segments = np.array(outline.get_segments())
     assert len(segments) == 6  # around two cells side by side, the line between them left out

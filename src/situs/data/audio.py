@@ -107,7 +107,7 @@ class AudioConfig(Checked):
     @property
     def samples(self) -> int:
         """Samples of a clip."""
-        return max(1, round(self.rate * self.seconds))
+        return round(self.rate * self.seconds)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -232,5 +232,5 @@ def add_noise(waves: Tensor, pieces: Tensor, gain: Tensor) -> Tensor:
 def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
     """The gain [B] that puts pieces [B, T] so many decibels below waves [B, T]; 0 where one is silent."""
     power, noise = waves.square().mean(1), pieces.square().mean(1)
-    gain = (power / noise.clamp(min=_QUIET)).sqrt() * 10 ** (-decibels / 20)
+    gain = (power / noise).sqrt() * 10 ** (-decibels / 20)
     return torch.where((power > _QUIET) & (noise > _QUIET), gain, 0.0)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from recipes import RECIPES, recipe
+from scipy import stats
 from torchvision.transforms.v2 import functional as tv
 
 from situs.data.augment.recipes import AugmentConfig, apply, apply_mix, denormalise, draw, normalise
@@ -59,6 +60,25 @@ def test_flips_half_of_them():
     same, turned = ((flipped == other).flatten(1).all(1) for other in (plain, plain.flip(-1)))
     assert (same ^ turned).all()
     assert abs(float(turned.float().mean()) - 0.5) < 0.04
+
+
+@pytest.mark.parametrize("most", [0.4, 1.0])
+def test_brightness_changes_by_a_uniform_factor(most):
+    """Of a grey image of one level: its contrast and saturation leave it as it is."""
+    images = torch.full((4000, 1, 2, 2), 100, dtype=torch.uint8)
+    got = views(images, torch.arange(4000), AugmentConfig(crop="none", flip=0.0, jitter=most))
+    factors = denormalise(got, *(MEAN[:1],) * 2)[:, 0, 0, 0].double() * 2.55  # a level is cut to the whole one below
+    assert stats.kstest(factors.numpy(), stats.uniform(1 - most - 0.005, 2 * most).cdf).pvalue > 1e-3
+    assert 1 - most - 0.011 < float(factors.min()) and float(factors.max()) < 1 + most + 0.001
+
+
+def test_a_large_change_of_contrast_flattens_an_image_but_never_turns_it():
+    images = torch.tensor([100, 150], dtype=torch.uint8).view(1, 1, 1, 2).repeat(500, 1, 1, 1)
+    config = AugmentConfig(crop="none", flip=0.0, jitter=5.0)
+    dark, light = apply(images, draw(config, torch.arange(500), seed=0, epoch=0), config, (1, 2), MEAN[:1], STD[:1])[
+        :, 0, 0
+    ].unbind(-1)
+    assert (dark <= light).all() and (dark == light).any()
 
 
 @pytest.mark.parametrize("name", ["cifar", "cifar-deit"])

@@ -113,6 +113,18 @@ def test_noise_at_a_level_is_the_same_in_every_evaluation() -> None:
         pipeline(Tones(), config=config)
 
 
+def test_the_noise_of_an_evaluation_lies_so_many_decibels_below_each_clip() -> None:
+    """Slowly: one clip's noise by hand."""
+    made, ids = pipeline(Tones(4), config=replace(CONFIG, snr_db=5.0), noise_bank=bank()), torch.arange(4)
+    values, numbers = made.collate(0, ids.tolist(), [Tones().read(row) for row in range(4)]), made.noise(ids, 0)
+    batch = made.finish(values, ids, numbers)
+    for row in range(4):
+        wave, piece = from_bits(values["wave"])[row], bank().cut(numbers["cut"][row : row + 1], SAMPLES)[0]
+        noise = piece / piece.norm() * wave.norm() / 10 ** (5.0 / 20)
+        frames = (spectrogram((wave + noise)[None], CONFIG)[0] - made.mean[:, None]) / made.std[:, None]
+        torch.testing.assert_close(batch.inputs[row, 0], frames, rtol=0, atol=1e-3)
+
+
 def test_labels_are_smoothed_in_training_alone() -> None:
     source, ids = Tones(4), torch.arange(4)
     soft = pipeline(source, replace(heard(), label_smoothing=0.2), noise_bank=bank())

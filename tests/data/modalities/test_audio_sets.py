@@ -342,6 +342,17 @@ def test_each_side_hears_its_own_part_of_the_noise(folder: Path, tmp_path: Path)
     assert source.notes[-1] == f"{source.name}: has no background noise, so none is added"
 
 
+@pytest.mark.parametrize("seconds", [12, 30])
+def test_every_moment_of_the_noise_belongs_to_one_split(seconds: int, tmp_path: Path) -> None:
+    write(tmp_path / "hum.wav", tone(0, 0, seconds * RATE))
+    end = 0
+    for part in ("train", "val", "test"):
+        bank, _ = read_noise(tmp_path, part)
+        assert bank is not None and bank.starts.tolist() == [end]
+        end += int(bank.lengths)
+    assert end == seconds * RATE
+
+
 @pytest.mark.parametrize(
     ("resident", "more", "held"), [("auto", 0, True), ("auto", -1, False), ("always", -1, True), ("never", 0, False)]
 )

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from situs.cli.main import main
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.base import ModelInput
-from situs.data.modalities.series import SeriesConfig, _is_series
+from situs.data.modalities.series import SeriesConfig, SeriesPipeline, _is_series
 from situs.data.open import kind_of, open_source, resolve, splits_at
 from situs.data.preparation import Preparation
 from situs.data.sources.folder import FileSource
@@ -317,6 +318,25 @@ def test_windows_are_random_in_training_and_the_middle_one_otherwise(recordings:
     assert torch.equal(every.read(1)["series"], source.read(0)["series"][:, 8:18]) and every.key(1).endswith("@8")
     short = next(iter(make_loader(config(recordings, steps=50), None)))
     assert float(short.inputs[0, :, :, 40:].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("free", [0, 1, 4])
+def test_a_random_window_begins_anywhere_with_equal_chance(free: int, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(5.0 + free))
+    pipeline = SeriesPipeline(open_source(tmp_path, kind="series"), config(tmp_path, steps=5), AugmentConfig())
+    parts = [pipeline.fetch(0, 0, draw)["series"][0].tolist() for draw in range(60)]
+    assert all(part == [part[0] + step for step in range(5)] for part in parts)
+    counts = np.bincount([int(part[0]) for part in parts], minlength=free + 1)
+    assert len(counts) == free + 1 and chisquare(counts).pvalue > 1e-3 if free else counts.tolist() == [60]
+
+
+def test_a_window_of_its_own_scale_leaves_out_what_pads_it(tmp_path: Path) -> None:
+    np.save(tmp_path / "short.npy", (short := np.array([[1.0, 5.0, 3.0], [7.0, 7.0, 7.0]], np.float32)))
+    held = open_source(tmp_path, kind="series")
+    batch = next(iter(make_loader(config(tmp_path, steps=5, scale="each"), None, source=held)))
+    wanted = (short - short.mean(1, keepdims=True)) / np.maximum(short.std(1, keepdims=True), 1e-6)
+    np.testing.assert_allclose(batch.inputs[0, :, 0, :3].numpy(), wanted, atol=1e-6)
+    assert not batch.inputs[0, :, 0, 3:].any() and not batch.inputs[0, 1].any()
 
 
 @pytest.mark.parametrize("stride", [None, 4])

@@ -207,6 +207,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
         ("a.jsonl", b'\n{"text": "w1"}\n \n["w1"]\n', r"line 4: must be a JSON object with a name for each value"),
         ("a.pdf", b"%PDF", r"a\.pdf: sentences are read from \.parquet, \.csv, \.tsv, \.jsonl$"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: cannot be read \('utf-8' codec can't decode byte 0xff"),
+        *(("a.jsonl", rb'{"text": "\%s"}' % half, "line 1: has a lone surrogate") for half in (b"ud800", b"uDFFF")),
     ],
 )
 def test_a_file_that_is_no_table_is_one_sentence(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -219,6 +220,11 @@ def test_a_file_that_is_no_table_is_one_sentence(name: str, content: bytes, said
 def test_blank_lines_of_json_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"text": "w1", "label": 1}\n  \n{"text": "w2"}\n\n')
     assert read_table(tmp_path / "a.jsonl").columns == {"text": ["w1", "w2"], "label": [1, None]}
+
+
+def test_json_escapes_any_character_but_half_of_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"text": "\ud7ff\ue000\ud83d\ude00"}')
+    assert read_table(tmp_path / "a.jsonl").columns == {"text": ["\ud7ff\ue000\U0001f600"]}
 
 
 def test_files_of_one_set_have_the_same_columns(tokeniser: str, tmp_path: Path) -> None:
@@ -302,6 +308,21 @@ def test_a_number_beside_named_classes_is_a_name_and_no_place_in_their_order(tok
     (tmp_path / "val.csv").write_text("sentence,label\nw1,1\nw1,2\n")  # which a csv reads as numbers
     found = read(tmp_path, tokeniser, "val")
     assert found.classes == ("1", "2", "3+") and [found.label(row) for row in (0, 1)] == [0, 1]
+
+
+def test_a_number_written_as_text_is_that_number(tokeniser: str, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": "w1", "label": label} for label in (0, 2)])
+    write(tmp_path / "val.jsonl", [{"text": "w1", "label": "2"}])
+    assert read(tmp_path, tokeniser, "val").label(0) == 2
+
+
+def test_named_classes_may_be_numbers_elsewhere(tokeniser: str, tmp_path: Path) -> None:
+    """Names in the metadata of the training split give each name its number."""
+    described = json.dumps({"info": {"features": {"label": {"names": ["no", "yes"]}}}})
+    for split, label in (("train", "yes"), ("val", 1)):
+        table = pa.Table.from_pylist([{"text": "w1", "label": label}])
+        pq.write_table(table.replace_schema_metadata({"huggingface": described}), tmp_path / f"{split}.parquet")
+    assert [read(tmp_path, tokeniser, split).label(0) for split in ("train", "val")] == [1, 1]
 
 
 def test_numbers_with_gaps_are_the_classes_and_names_are_not(tokeniser: str, tmp_path: Path) -> None:

@@ -223,6 +223,10 @@ def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, 
     for path, size in sizes.items():
         assert server.sent[path] <= (2 + (kind == "parquet")) * size  # the footer of so small a file is all of it
     assert len(getattr(source, "_groups", None) or {}) <= 6  # the row groups of one file
+    total = sum(sizes.values())
+    for limit, slow in ((total, kind == "parquet"), (total - 1, True)):
+        monkeypatch.setattr(webdataset, "DEFAULT_BYTES", limit)
+        assert source.blocks().slow_random_access == slow
 
 
 def test_of_a_remote_file_all_row_groups_are_released_together(server, tmp_path):

@@ -33,7 +33,8 @@ def test_what_is_remote():
 
 def test_nothing_secret_is_shown():
     assert redacted("no https://me:pw@host:8/a/b.tar?X-Signature=abc#f here") == "no https://host:8/a/b.tar here"
-    assert "pw" not in redacted("https://me:pw@host/a?k=pw") and "pw" not in redacted("https://[me:pw@host/a")
+    assert "pw" not in redacted("https://me:pw@host/a?k=pw")
+    assert redacted("no https://[me:pw@host/a here") == "no https://… here"  # no address at all
     with pytest.raises(SitusError, match=r"https://host/x.tar: must not contain a user or a password") as met:
         check_address("https://me:secret@host/x.tar")
     assert "secret" not in str(met.value)

@@ -68,7 +68,7 @@ def scaled_crop_boxes(
     top, left = noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w)
     if fitted is not None:
         margin = torch.where(fitted.view(-1, 1), width - w, 0.0)
-        top, left = torch.where(height > h, top, 0.0), torch.where(width > w, left, margin)
+        top, left = top.clamp(min=0.0), torch.where(width > w, left, margin)
     return torch.cat([top, left, h, w], dim=1)
 
 

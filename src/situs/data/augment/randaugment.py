@@ -41,7 +41,7 @@ def plan(noise: Tensor) -> AugmentPlan:
     choose, whether, sign, radius, angle = noise.unbind(-1)
     operation = (choose * len(OPERATIONS)).long()
     normal = torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos(2.0 * math.pi * angle)
-    strength = (_STRENGTH + 0.5 * normal).clamp(0.0, _LARGEST) / _LARGEST
+    strength = (_STRENGTH + 0.5 * normal).clamp(max=_LARGEST) / _LARGEST
     return AugmentPlan(operation, whether < 0.5, strength, torch.where(sign < 0.5, -1.0, 1.0))
 
 
@@ -76,7 +76,7 @@ def recolour(levels: Tensor, drawn: AugmentPlan) -> Tensor:
 
 def _recolour_once(levels: Tensor, drawn: AugmentPlan) -> Tensor:
     strength = drawn.strength
-    factor = (1.0 + 0.9 * strength * drawn.sign).clamp(min=0.1)
+    factor = 1.0 + 0.9 * strength * drawn.sign
     luma = grey(levels)
     index = levels.flatten(2).long()
     counts = histogram(index)
@@ -116,7 +116,7 @@ def grey(levels: Tensor) -> Tensor:
         # Pillow's own fixed-point weights. The sum stays below 2^24, so float32 holds it exactly.
         sums = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471)
         return sums.add_(32768).div_(65536).floor_()[:, None]
-    return levels if levels.shape[1] == 1 else levels.mean(1, keepdim=True).round_()
+    return levels.mean(1, keepdim=True).round_()
 
 
 def histogram(index: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def autocontrast_table(counts: Tensor) -> Tensor:
     high = (LEVELS - 1) - present.flip(2).argmax(2, keepdim=True).float()
     level = ramp(counts.device)
     # Levels stay whole numbers until the division, so that the top comes out at 255 and not just below.
-    stretched = ((level - low) * 255.0 / (high - low).clamp(min=1.0)).floor().clamp(0, 255)
+    stretched = ((level - low) * 255.0 / (high - low)).floor()
     return torch.where(high > low, stretched, level)
 
 
@@ -151,7 +151,7 @@ def equalize_table(counts: Tensor) -> Tensor:
     whole = counts.to(torch.int64)
     level = torch.arange(LEVELS, device=counts.device)
     last = torch.where(whole > 0, level, -1).amax(2, keepdim=True)
-    step = (whole.sum(2, keepdim=True) - whole.gather(2, last.clamp(min=0))) // (LEVELS - 1)
+    step = (whole.sum(2, keepdim=True) - whole.gather(2, last)) // (LEVELS - 1)
     before = whole.cumsum(2) - whole
     spread = ((step // 2 + before) // step.clamp(min=1)).clamp(max=LEVELS - 1)
     return torch.where(step > 0, spread, level).float()
@@ -170,9 +170,9 @@ def solarize_table(threshold: Tensor) -> Tensor:
 
 
 def solarize_add_table(amount: Tensor) -> Tensor:
-    """Add `amount` [B] to the levels of the darker half; [B, 1, 256]."""
+    """Add `amount` [B], at most 128, to the levels of the darker half; [B, 1, 256]."""
     level = ramp(amount.device)
-    return torch.where(level < 128, (level + amount.view(-1, 1, 1)).clamp(max=255), level)
+    return torch.where(level < 128, level + amount.view(-1, 1, 1), level)
 
 
 def blend_table(factor: Tensor, dull: Tensor | float) -> Tensor:
@@ -193,8 +193,6 @@ def mean_grey(luma: Tensor) -> Tensor:
 
 def smooth(levels: Tensor) -> Tensor:
     """Pillow's 3 × 3 smoothing (the middle weighs 5 of 13), with the border left as it is: sharpness blends with it."""
-    if min(levels.shape[2:]) < 3:
-        return levels
     # Sums of slices: exact on whole numbers, and several times faster on a CPU than pooling.
     rows = (levels[:, :, :-2] + levels[:, :, 1:-1]).add_(levels[:, :, 2:])
     total = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:]).add_(levels[:, :, 1:-1, 1:-1], alpha=4)

@@ -309,7 +309,7 @@ class NoiseBank(NamedTuple):
 
     def cut(self, numbers: Tensor, samples: int) -> Tensor:
         """A piece for each row, [B, samples]. numbers: [B, 2] in [0, 1), for the file and for the place in it."""
-        file = (numbers[:, 0] * len(self.starts)).long().clamp_(max=len(self.starts) - 1)
+        file = (numbers[:, 0] * len(self.starts)).long()
         free = self.lengths[file] - samples
         start = self.starts[file] + (numbers[:, 1].double() * (free + 1)).long()
         return self.waves[start[:, None] + torch.arange(samples, device=numbers.device)]

@@ -228,7 +228,7 @@ def measure(source: Source, values_of: Callable[[dict[str, Any]], Tensor]) -> tu
     values_of: of a sample, [C, T]. A constant channel has deviation 1.
     """
     part, reason = Subset(source, 1000), "it is empty"
-    total = squares = offset = least = most = torch.zeros(0, dtype=torch.float64)
+    total = squares = offset = torch.zeros(0, dtype=torch.float64)
     count, shortest = 0, 0
     for index in range(len(part)):
         try:
@@ -238,18 +238,17 @@ def measure(source: Source, values_of: Callable[[dict[str, Any]], Tensor]) -> tu
             continue
         if not count:
             total = squares = values.new_zeros(len(values))
-            offset, least, most = values[:, :1], values[:, 0], values[:, 0]
+            offset = values[:, :1]
         if len(values) != len(total):
             both = f"{source.things} of {len(total)} channels, but {part.key(index)} has {len(values)} channels"
             raise DataError(f"{source.name}: contains {both}")
-        least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
         values = values - offset  # squares of large numbers would hide a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)
         count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
     if not count:
         raise DataError(f"{source.name}: none of its {source.things} can be read; the last error: {reason}")
     mean = total / count
-    std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
     return mean + offset[:, 0], torch.where(std > 0, std, 1.0), shortest
 
 

@@ -293,7 +293,7 @@ class SeriesPipeline(Pipeline):
             raise BrokenSampleError(f"{self.source.name}, {self.source.key(index)}: {reason}")
         free = max(0, values.shape[1] - self.steps)
         share = float(uniform(self.seed, epoch, torch.tensor([draw]), "series.window", ())) if self.training else 0.5
-        start = min(free, int(share * (free + 1)))
+        start = int(share * (free + 1))
         values = values[:, start : start + self.steps]
         padding = self.steps - values.shape[1]
         return sample | {"series": torch.nn.functional.pad(values, (0, padding)), "steps": self.steps - padding}
