@@ -472,8 +472,9 @@ def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_steps_end_a_run_and_the_schedule_with_it(tmp_path: Path) -> None:
-    result, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=None, max_steps=7))
+    result, method, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=None, max_steps=7))
     assert (result.step, result.total) == (7, 7)
+    assert method.epochs == {2}  # of 5 steps, the second is not finished
     assert run.records()[-1]["lr"] == rate_at(6, 7, 5, 1e-2, OPTIM)
 
 
@@ -481,6 +482,7 @@ def test_a_method_is_told_how_far_the_run_is(tmp_path: Path) -> None:
     method = toy()
     train(tmp_path / "run", dataclasses.replace(TRAIN, accumulate=2), method=method)
     assert method.progress == [step / 20 for step in range(20) for _ in range(2)]
+    assert method.epochs == {4}
 
 
 def test_hooks_look_on_and_disturb_nothing(tmp_path: Path, peace) -> None:

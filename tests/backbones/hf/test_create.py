@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
+from situs.backbones.hf.blocks import reader_of
 from situs.backbones.hf.create import FAMILIES, KINDS
 from situs.backbones.hf.text import DecoderBackbone, PromptCache
 from situs.core import attention
-from situs.core.position import resample_table
+from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 
 transformers = pytest.importorskip("transformers")
@@ -235,6 +236,13 @@ def test_resized_dinov2_equals_the_model_that_was_not_resized():
         b = make(name)
         x = inputs(b, name)
         assert gap(join(b.encode(b.embed(x), b.positions())), own_features(make_model(name), x)) < EXACT
+        assert b.table_grid == ((6, 6) if name == "dinov2_resized" else (4, 4))
+
+
+@pytest.mark.parametrize("size", [16, 24])
+def test_the_square_table_of_a_dinov2_takes_sines(size):
+    b = create_backbone(transformers.Dinov2Config(**DINO), img_size=size, positions="sincos")
+    assert torch.equal(b.positions().table, sincos((size // 4,) * 2, 32))
 
 
 def test_resized_vit_has_the_resampled_table_as_its_parameter():
@@ -435,6 +443,8 @@ def test_an_unknown_attention_class_is_refused_by_name():
     model.layers[1].attention = OtherAttention()
     with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, .*Dinov2Attention"):
         create_backbone(model)
+    with pytest.raises(SitusError, match=r"^ViTModel: its Sequential is not among the attention classes"):
+        reader_of("ViTModel", [torch.nn.Sequential(torch.nn.Linear(2, 2))])
 
 
 # --- the laws of position ------------------------------------------------------------------------------

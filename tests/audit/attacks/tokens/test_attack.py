@@ -239,7 +239,9 @@ def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.
     found = audited(x)
     [pair], ruling = found.pairs, found.judge(psnr=50)
     assert str(found.stopped).startswith(stop) and "6 of 9 patches" in str(pair.why("stopped"))
-    assert pair.exact == 1 and ruling.status == 3 and "what the gate allows" in str(ruling) and "0 has psnr" in str(ruling)
+    assert (
+        pair.exact == 1 and ruling.status == 3 and "what the gate allows" in str(ruling) and "0 has psnr" in str(ruling)
+    )
     assert "stopped after" in verdict(found) and "6 of 9 patches" in verdict(found)
     assert pair.shown is not None
     away = patchify((pair.shown - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
