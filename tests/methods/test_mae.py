@@ -74,6 +74,8 @@ def test_normalised_targets_ignore_a_patchs_brightness() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=0: must be in \(0, 1\)"):
         MAEConfig(mask_ratio=0)
+    for ratio in (0.17, 0.84):  # one hidden, and one visible
+        make(mask_ratio=ratio)
     for ratio in (0.1, 0.999999999):  # nothing hidden, and nothing visible
         with pytest.raises(
             SitusError, match=rf"mask_ratio={ratio}: out of 6 patches, at least one patch must be hidden, and at least"

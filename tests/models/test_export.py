@@ -20,6 +20,7 @@ from situs.models.export import export_model, export_onnx
 from situs.models.model import Model
 from situs.models.open import MANIFEST
 from situs.train.export import ModelProvenance
+from situs.train.private import Spent
 
 VITS = {
     "classes": ("supervised", {}),
@@ -159,12 +160,18 @@ def test_beside_a_graph_lies_what_goes_in_and_what_comes_out(
     make, wanted = GRAPHS[kind]
     data = DataConfig(img_size=(8, 12), channels=3, target="class")
     model = Model("tiny", make().eval(), None, data, ("a", "é", "c"))
+    named, spent = ("tiny", None), None
+    if kind == "vit":
+        named, spent = ("ours", "supervised"), Spent(3.0, 1e-5, 1.0, 1.0, 4)
+        model = replace(model, facts={"model": "ours", "method": "supervised"}, spent=spent)
     for features, (name, shape) in wanted.items():
         folder = tmp_path / str(features)
         export_onnx(model, folder, features)  # type: ignore[arg-type]
         assert (folder / "model.onnx").read_text() == name
         text = (folder / "model.json").read_text(encoding="utf-8")
         about = json.loads(text)
+        assert (about["model"], about["method"]) == named
+        assert about.get("protected") == (None if spent is None else [f"Differential privacy: {spent}."])
         assert about["input"]["shape"] == ["batch", 3, 8, 12]
         assert about["output"] == {"name": name, "shape": ["batch", *shape]}
         if name == "logits":

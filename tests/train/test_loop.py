@@ -22,7 +22,7 @@ from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState, TrainResult
-from situs.train.loop import fit, shorten_hints
+from situs.train.loop import LONG_RUN, fit, shorten_hints
 from situs.train.optim import OptimConfig, rate_at
 from situs.train.step import Stepper, Update
 
@@ -277,12 +277,16 @@ def test_a_warm_up_is_named_as_it_was_asked_for(
         assert told[0].endswith(f"the warm-up of {length} is longer than the run, and is shortened to 0 {rest}")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.1, None), (9.0, "2:42"), (60.0, "19:00")])
+@pytest.mark.parametrize(
+    ("seconds", "long", "said"), [(0.1, 120.0, None), (2.0, 30.0, "0:32"), (9.0, 120.0, "2:42"), (60.0, 120.0, "19:00")]
+)
 def test_a_long_run_says_at_its_beginning_how_long_it_takes(
-    seconds: float, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    seconds: float, long: float, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 steps; on a slow clock two tell, and from a minute each on the first alone."""
+    """20 steps; four tell, on a slow clock two, and from a minute each on the first alone."""
     now = [0.0]
+    if long != LONG_RUN:
+        monkeypatch.setattr("situs.train.loop.LONG_RUN", long)
     monkeypatch.setattr("situs.train.loop.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(ToyLoader):

@@ -30,20 +30,6 @@ def exact(noise: float, steps: int, delta: float) -> float:
     return brentq(off, 0, 100)
 
 
-def test_epsilon_is_that_of_the_gaussian_mechanism_where_every_sample_is_taken() -> None:
-    pytest.importorskip("opacus")
-    for noise, steps in ((2.0, 1), (4.0, 10), (1.0, 3)):
-        assert epsilon_of(noise, 1.0, steps, 1e-5) == pytest.approx(exact(noise, steps, 1e-5), abs=0.03)
-    assert epsilon_of(1.0, 0.01, 0, 1e-5) == 0
-    assert epsilon_of(1.0, 0.01, 100, 1e-5) < epsilon_of(1.0, 0.02, 100, 1e-5) < epsilon_of(0.8, 0.02, 100, 1e-5)
-
-
-def test_the_noise_for_an_epsilon_spends_that_and_little_less() -> None:
-    pytest.importorskip("opacus")
-    for epsilon in (0.5, 50.0):  # more and less noise than 1, and an ε whose grid would take minutes
-        assert 0.985 * epsilon < epsilon_of(noise_for(epsilon, 0.01, 500, 1e-5), 0.01, 500, 1e-5) <= epsilon
-
-
 @pytest.mark.parametrize(
     ("spends", "epsilon", "least"),
     [
@@ -80,6 +66,20 @@ def test_an_epsilon_that_no_noise_reaches_is_refused_and_the_most_noise_is_tried
     assert 1.5 <= noise_for(1.0, 0.01, 500, 1e-5) < 1.52
     with pytest.raises(SitusError, match=r"^epsilon=0\.9: even with a noise multiplier of 2, ε is above this limit"):
         noise_for(0.9, 0.01, 500, 1e-5)
+
+
+def test_epsilon_is_that_of_the_gaussian_mechanism_where_every_sample_is_taken() -> None:
+    pytest.importorskip("opacus")
+    for noise, steps in ((2.0, 1), (4.0, 10), (1.0, 3)):
+        assert epsilon_of(noise, 1.0, steps, 1e-5) == pytest.approx(exact(noise, steps, 1e-5), abs=0.03)
+    assert epsilon_of(1.0, 0.01, 0, 1e-5) == 0
+    assert epsilon_of(1.0, 0.01, 100, 1e-5) < epsilon_of(1.0, 0.02, 100, 1e-5) < epsilon_of(0.8, 0.02, 100, 1e-5)
+
+
+def test_the_noise_for_an_epsilon_spends_that_and_little_less() -> None:
+    pytest.importorskip("opacus")
+    for epsilon in (0.5, 50.0):  # more and less noise than 1, and an ε whose grid would take minutes
+        assert 0.985 * epsilon < epsilon_of(noise_for(epsilon, 0.01, 500, 1e-5), 0.01, 500, 1e-5) <= epsilon
 
 
 def test_without_the_extra_one_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
