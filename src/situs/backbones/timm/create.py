@@ -122,7 +122,7 @@ def create_timm(config: BackboneConfig) -> Backbone:
     return backbone
 
 
-def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = False) -> Backbone:
+def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool) -> Backbone:
     """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
 
     `config` overrides the folder. fresh: new weights, if `config` names none.
