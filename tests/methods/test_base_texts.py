@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from sentences import write_plain, write_set
 from tiny_texts import write_folder
 
@@ -115,6 +116,14 @@ def test_puzzles_are_not_solved_over_padding(bert: Backbone) -> None:
     for name in ("mp3", "droppos"):
         with pytest.raises(SitusError, match="sentences, for example"):
             made(name, bert).solve(sentences(), seed=0)
+
+
+@pytest.mark.parametrize(("name", "hints"), [("mp3", 0.0), ("hints", 0.3), ("droppos", 0.0)])
+def test_chance_knows_the_hints_and_is_not_known_of_sentences(name: str, hints: float, bert: Backbone) -> None:
+    """Of 16 patches, those without a hint are guessed right once in 16 times; sentences differ in length."""
+    assert made(name, bert).chance == {}
+    method = METHODS[name](small_vit())
+    assert method.chance == {"position_accuracy": pytest.approx(hints + (1 - hints) / 16)}
 
 
 def test_how_far_apart_two_words_are(bert: Backbone) -> None:

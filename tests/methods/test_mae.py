@@ -74,10 +74,13 @@ def test_normalised_targets_ignore_a_patchs_brightness() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=0: must be in \(0, 1\)"):
         MAEConfig(mask_ratio=0)
-    with pytest.raises(
-        SitusError, match=r"mask_ratio=0\.1: out of 6 patches, at least one patch must be hidden, and at least one"
-    ):
-        make(mask_ratio=0.1)
+    for ratio in (0.17, 0.84):  # one hidden, and one visible
+        make(mask_ratio=ratio)
+    for ratio in (0.1, 0.999999999):  # nothing hidden, and nothing visible
+        with pytest.raises(
+            SitusError, match=rf"mask_ratio={ratio}: out of 6 patches, at least one patch must be hidden, and at least"
+        ):
+            make(mask_ratio=ratio)
     with pytest.raises(SitusError, match="decoder_width=30: must be a multiple of decoder_heads=4"):
         make(decoder_width=30)
     for name, value in (("decoder_heads", 0), ("decoder_depth", -1), ("decoder_width", -32)):

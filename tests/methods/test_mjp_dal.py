@@ -12,7 +12,7 @@ from torch import Tensor
 from situs.backbones import create_backbone
 from situs.core.components import principal_axes, principal_guesses
 from situs.core.position import coordinates
-from situs.methods.mjp import Dal, Regressor, dal_loss
+from situs.methods.mjp import MJP, Dal, Regressor, dal_loss
 
 GRID = (5, 7)
 
@@ -77,6 +77,8 @@ def test_pca_is_a_regression_on_the_principal_components(count: int) -> None:
     # The third component is noise, where 16 power iterations have not settled yet.
     assert np.allclose(ours, theirs, atol=1e-6 if count == 2 else 0.05)
     assert np.abs(ours - targets.numpy()).mean() < 0.3
+    if count == 2:  # as MJP itself does
+        assert np.array_equal(Dal(backbone(), "pca", MJP.regressor)(vectors, targets).numpy(), ours)
 
 
 def test_pca_without_a_fit_compares_the_scores_themselves() -> None:

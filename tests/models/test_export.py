@@ -11,12 +11,16 @@ import pytest
 import torch
 from builders import small_method, small_vit
 
+from situs.backbones import create_backbone
 from situs.backbones.base import join
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.models import export
-from situs.models.export import export_model
+from situs.models.export import export_model, export_onnx
+from situs.models.model import Model
 from situs.models.open import MANIFEST
 from situs.train.export import ModelProvenance
+from situs.train.private import Spent
 
 VITS = {
     "classes": ("supervised", {}),
@@ -132,6 +136,48 @@ def test_the_card_of_a_graph_says_how_it_is_called(scale: dict[str, Any], method
     assert card[card.index("- Classes and preprocessing: see model.json") + 1 :][:2] == ["- One.", "- Two."]
     assert 'images = np.zeros([2, 1, 8, 12], dtype="float32")  # yours, normalised' in card
     assert 'pooled = session.run(None, {"images": images})[0]' in card
+
+
+GRAPHS: dict[str, tuple[Any, dict[str | None, tuple[str, list[int]]]]] = {
+    "vit": (
+        lambda: small_vit((8, 12), num_classes=3),
+        {None: ("logits", [3]), "pooled": ("pooled", [16]), "patches": ("patches", [6, 16])},
+    ),
+    "convolutional": (
+        lambda: create_backbone("resnet26", num_classes=3, model_args={"channels": (8, 8, 8, 8)}),
+        {"logits": ("logits", [3]), "pooled": ("pooled", [32])},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_beside_a_graph_lies_what_goes_in_and_what_comes_out(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the extra that writes the graph itself."""
+    monkeypatch.setattr(export, "_write_graph", lambda graph, images, file, name: file.write_bytes(name.encode()))
+    monkeypatch.setattr(export, "_check_graph", lambda *_: 0.0)
+    make, wanted = GRAPHS[kind]
+    data = DataConfig(img_size=(8, 12), channels=3, target="class")
+    model = Model("tiny", make().eval(), None, data, ("a", "é", "c"))
+    named, spent = ("tiny", None), None
+    if kind == "vit":
+        named, spent = ("ours", "supervised"), Spent(3.0, 1e-5, 1.0, 1.0, 4)
+        model = replace(model, facts={"model": "ours", "method": "supervised"}, spent=spent)
+    for features, (name, shape) in wanted.items():
+        folder = tmp_path / str(features)
+        export_onnx(model, folder, features)  # type: ignore[arg-type]
+        assert (folder / "model.onnx").read_text() == name
+        text = (folder / "model.json").read_text(encoding="utf-8")
+        about = json.loads(text)
+        assert (about["model"], about["method"]) == named
+        assert about.get("protected") == (None if spent is None else [f"Differential privacy: {spent}."])
+        assert about["input"]["shape"] == ["batch", 3, 8, 12]
+        assert about["output"] == {"name": name, "shape": ["batch", *shape]}
+        if name == "logits":
+            assert (about["classes"], about["multi_label"]) == (["a", "é", "c"], False) and "é" in text
+        else:
+            assert "classes" not in about and "multi_label" not in about
 
 
 def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:

@@ -80,6 +80,6 @@ def test_swin_goes_too_and_what_does_not_is_refused(tmp_path: Path) -> None:
     bare = a_model(small_vit(), classifier=False)
     with pytest.raises(SitusError, match="has no trained classifier"):
         export_onnx(bare, tmp_path / "y", "logits")
-    with pytest.raises(SitusError, match="tells masks"):
+    with pytest.raises(SitusError, match="predicts masks"):
         export_onnx(a_model(small_vit(), target="mask"), tmp_path / "y")
     assert not (tmp_path / "y").exists()

@@ -298,6 +298,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("{world}/weights.pt", {}, r"contains only weights; give MODEL as timm name and file, .*=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
+    ("{world}/locked", {"weights": "random"}, r"weights=random: a locked folder has its own"),
     ("{world}/own_net.py:any_size", {}, r"its image size cannot be deduced; set img_size"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
@@ -314,6 +315,18 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_what_cannot_be_opened_is_one_sentence(source: str, given: dict[str, Any], said: str, world: Path) -> None:
     with pytest.raises(SitusError, match=said):
         open_model(source.format(world=world), **given)
+
+
+def test_what_is_open_already_takes_no_settings_of_its_own() -> None:
+    model = open_model(NAME, any_weights=True, device="meta", **SHAPE)
+    assert open_model(model) is model
+    for source, given, said in (
+        (model, {"weights": "w.pt"}, "weights=w.pt: an open model has its own weights"),
+        (model, {"img_size": 16}, "img_size=16: an open model has its own img_size"),
+        (model.backbone, {"weights": "w.pt"}, "weights=w.pt: a module has its own weights"),
+    ):
+        with pytest.raises(SitusError, match=f"^{said}; do not set"):
+            open_model(source, **given)
 
 
 def test_random_weights_follow_the_seed_alone() -> None:

@@ -186,8 +186,11 @@ def test_ddp_is_not_heard_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
             warnings.warn("another", stacklevel=1)
 
 
-def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+@pytest.mark.parametrize("named", [(), ("RANK",), ("WORLD_SIZE",)])
+def test_alone_without_torchrun(named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets both variables; one of them alone is another program's."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1") if name in named else monkeypatch.delenv(name, raising=False)
     who = distributed.start("cpu")
     assert (who.rank, who.world, who.main, who.device.type) == (0, 1, True, "cpu")
     assert (distributed.rank(), distributed.world()) == (0, 1)

@@ -22,7 +22,7 @@ from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState, TrainResult
-from situs.train.loop import fit, shorten_hints
+from situs.train.loop import LONG_RUN, fit, shorten_hints
 from situs.train.optim import OptimConfig, rate_at
 from situs.train.step import Stepper, Update
 
@@ -277,12 +277,16 @@ def test_a_warm_up_is_named_as_it_was_asked_for(
         assert told[0].endswith(f"the warm-up of {length} is longer than the run, and is shortened to 0 {rest}")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.1, None), (9.0, "2:42"), (60.0, "19:00")])
+@pytest.mark.parametrize(
+    ("seconds", "long", "said"), [(0.1, 120.0, None), (2.0, 30.0, "0:32"), (9.0, 120.0, "2:42"), (60.0, 120.0, "19:00")]
+)
 def test_a_long_run_says_at_its_beginning_how_long_it_takes(
-    seconds: float, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    seconds: float, long: float, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 steps; on a slow clock two tell, and from a minute each on the first alone."""
+    """20 steps; four tell, on a slow clock two, and from a minute each on the first alone."""
     now = [0.0]
+    if long != LONG_RUN:
+        monkeypatch.setattr("situs.train.loop.LONG_RUN", long)
     monkeypatch.setattr("situs.train.loop.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(ToyLoader):
@@ -472,8 +476,9 @@ def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_steps_end_a_run_and_the_schedule_with_it(tmp_path: Path) -> None:
-    result, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=None, max_steps=7))
+    result, method, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=None, max_steps=7))
     assert (result.step, result.total) == (7, 7)
+    assert method.epochs == {2}  # of 5 steps, the second is not finished
     assert run.records()[-1]["lr"] == rate_at(6, 7, 5, 1e-2, OPTIM)
 
 
@@ -481,6 +486,7 @@ def test_a_method_is_told_how_far_the_run_is(tmp_path: Path) -> None:
     method = toy()
     train(tmp_path / "run", dataclasses.replace(TRAIN, accumulate=2), method=method)
     assert method.progress == [step / 20 for step in range(20) for _ in range(2)]
+    assert method.epochs == {4}
 
 
 def test_hooks_look_on_and_disturb_nothing(tmp_path: Path, peace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from scipy.stats import norm
 
 from situs.errors import SitusError
 from situs.progress import notes_to
+from situs.train import private
 from situs.train.private import KEY_FILE, DpConfig, Ledger, Private, Spent, epsilon_of, noise_for
 
 
@@ -26,6 +28,44 @@ def exact(noise: float, steps: int, delta: float) -> float:
         return float(norm.cdf(-epsilon / mu + mu / 2) - low - delta)
 
     return brentq(off, 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("spends", "epsilon", "least"),
+    [
+        (lambda noise: 40.0 / noise, 1.0, 40.0),
+        (lambda noise: 0.02 / noise, 1.0, 0.02),
+        (lambda noise: 1.5 / noise, 1.0, 1.5),
+        (lambda noise: 1.0 / noise, 1.0, 1.0),
+        (lambda noise: 1.0 / noise, 1.5, 1 / 1.5),
+        (lambda noise: 7400.0 / noise, 1.0, 7400.0),  # 1.5 ** 22 is below the limit, and above this
+        (lambda noise: 2.0 if noise < 1.7 else 0.5, 1.0, 1.7),  # no noise spends nearly as much as allowed
+    ],
+)
+def test_the_least_noise_is_found_on_either_side_of_1(
+    spends: Callable[[float], float], epsilon: float, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+
+    def known(noise: float, *_: Any) -> float:
+        assert len(tried) < 60, "the search does not end"
+        tried.append(noise)
+        return spends(noise)
+
+    monkeypatch.setattr(private, "epsilon_of", known)
+    noise = noise_for(epsilon, 0.01, 500, 1e-5)
+    assert spends(noise) <= epsilon and least <= noise * (1 + 1e-12) <= 1.0102 * least
+    assert spends(noise) > 0.99 * epsilon or noise < 1.0002 * least
+
+
+def test_an_epsilon_that_no_noise_reaches_is_refused_and_the_most_noise_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(private, "epsilon_of", lambda noise, *_: 1.5 / noise)
+    monkeypatch.setattr(private, "MOST_NOISE", 1.5)
+    assert 1.5 <= noise_for(1.0, 0.01, 500, 1e-5) < 1.52
+    with pytest.raises(SitusError, match=r"^epsilon=0\.9: even with a noise multiplier of 2, ε is above this limit"):
+        noise_for(0.9, 0.01, 500, 1e-5)
 
 
 def test_epsilon_is_that_of_the_gaussian_mechanism_where_every_sample_is_taken() -> None:

@@ -24,7 +24,7 @@ from situs.folder_lock import lock_folder
 from situs.models import open_model
 from situs.models.data import open_several
 from situs.models.start import starting
-from situs.progress import notes_to
+from situs.progress import note, notes_to
 from situs.train.assemble import (
     RunConfig,
     Setup,
@@ -87,6 +87,20 @@ def test_only_all_layers_of_a_pretrained_model_that_learns_classes_have_gentle_r
     assert (rates_of(own, method) == own.optim) == (not gentle)
     sentences = replace(own, data=DataConfig(kind="text", path="lines.csv"))
     assert rates_of(sentences, method) == own.optim
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_first_alone_speaks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assembled(*_: Any, **__: Any) -> Any:
+        note("the model is made")
+        raise SitusError("enough")
+
+    monkeypatch.setattr("situs.train.run.distributed.start", lambda _: Ranks(rank, 2, torch.device("cpu")))
+    monkeypatch.setattr("situs.train.run.assemble", assembled)
+    heard: list[str] = []
+    with notes_to(heard.append), pytest.raises(SitusError, match="enough"):
+        train_run(config(), out=tmp_path / "run", device="cpu")
+    assert heard == ["the model is made"] * (rank == 0)
 
 
 def test_what_a_model_takes_is_told_by_its_input() -> None:

@@ -92,11 +92,13 @@ class ToyMethod(Method):
         super().__init__(backbone)
         self.poison = poison
         self.progress: list[float] = []
+        self.epochs: set[int | None] = set()
         self.spare = nn.Parameter(torch.ones(3, 3))
         self.tied = backbone.model.head.weight
 
     def draw(self, batch: Batch, when: When) -> Draws:
         self.progress.append(when.progress)
+        self.epochs.add(when.epochs)
         dim = 1 - 0.5 * uniform(when.seed, when.epoch, batch.ids, "toy.dim", (4, 1))
         return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(when.progress)}
 

@@ -138,7 +138,7 @@ def fill_table(table: nn.Parameter, kind: PositionKind, grid: tuple[int, ...]) -
     table.requires_grad_(kind in ("learned", "learned_sincos"))
 
 
-def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str] = ()) -> list[str]:
+def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str]) -> list[str]:
     """Loads `state` into `module`; every key must fit except those that start with one of `optional`.
 
     optional: prefixes of tensors that may be missing, superfluous or of another shape (a classifier); they keep their

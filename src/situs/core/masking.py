@@ -42,7 +42,7 @@ def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
 
 
-def kept_each(ratio: float, counts: Tensor, *, floor: bool = False) -> Tensor:
+def kept_each(ratio: float, counts: Tensor, *, floor: bool) -> Tensor:
     """`kept_of` for each of `counts`, integers."""
     return count_each(1.0 - ratio, counts) if floor else counts - count_each(ratio, counts)
 
@@ -52,7 +52,7 @@ def count_each(ratio: float, counts: Tensor) -> Tensor:
     return (ratio * counts.double() + 1e-6).long().minimum(counts)
 
 
-def span_mask(noise: Tensor, real: Tensor, ratio: float, *, num_special_tokens: int = 0) -> Tensor:
+def span_mask(noise: Tensor, real: Tensor, ratio: float, *, num_special_tokens: int) -> Tensor:
     """Masks of whole spans: int(γ n) of each row's real tokens, in spans of 3 or more placed one after the other.
 
     noise: [B, 2 · `SPAN_ROUNDS` + N]. real: [B, N] bool, the first tokens of each row. ratio: γ of the real tokens

@@ -171,7 +171,7 @@ class DropPos(SolvesPuzzles):
         return {"mask_token"}
 
 
-def cls_likeness(features: Features, special: int = 0) -> Tensor:
+def cls_likeness(features: Features, special: int) -> Tensor:
     """cos(f_cls, f_i), [B, N] float32. special: whether CLS is the first of the patches; without CLS, their mean is
     used."""
     patches, prefix = features.filled().patches.float(), features.prefix.float()

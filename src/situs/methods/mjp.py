@@ -278,9 +278,7 @@ class MJP(HidesPlaces):
         table = self.backbone.positions().table
         assert table is not None  # `Dal` has refused a backbone without one
         targets = coordinates(self.grid, table.device).float()
-        if mask is not None and mask.shape[1] < len(
-            table
-        ):  # rows behind the longest sentence of the batch do not count
+        if mask is not None:  # rows behind the longest sentence of the batch do not count
             mask = nn.functional.pad(mask, (0, len(table) - mask.shape[1]), value=True)
         return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.regressor.mean_axes)
 

@@ -270,7 +270,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         prepared,
         (tuple(names) if isinstance(names, list) else None) if method is None else _dense_classes(ours),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
-        classifier=description.get("num_classes", 1) > 0,
+        classifier=description.get("num_classes") != 0,
         positions=ours.get("positions", True),
     )
 
@@ -336,7 +336,7 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         None,
         {"kind": "name", "model": name, "weights": last_name(weights)},
         notes={"left out": describe_left_out(backbone.left_out)} if backbone.left_out else {},
-        classifier=weights != RANDOM and description.get("num_classes", 1) > 0,
+        classifier=weights != RANDOM and description.get("num_classes") != 0,
     )
 
 

@@ -301,7 +301,7 @@ def _try_out(method: Method, loader: Loader, seed: int) -> tuple[tuple[int, ...]
     few = batch.part(slice(0, TRIED))
     method.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        loss = float(method(few, method.draw(few, When(seed=seed, epoch=0, progress=0.0))).loss)
+        loss = float(method(few, method.draw(few, When(seed=seed))).loss)
     return tuple(batch.inputs.shape), loss
 
 

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
+from situs.backbones.hf.blocks import reader_of
 from situs.backbones.hf.create import FAMILIES, KINDS
-from situs.backbones.hf.text import DecoderBackbone, PromptCache
+from situs.backbones.hf.text import DecoderBackbone, PromptCache, open_tokeniser
 from situs.core import attention
-from situs.core.position import resample_table
+from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 
 transformers = pytest.importorskip("transformers")
@@ -235,6 +236,13 @@ def test_resized_dinov2_equals_the_model_that_was_not_resized():
         b = make(name)
         x = inputs(b, name)
         assert gap(join(b.encode(b.embed(x), b.positions())), own_features(make_model(name), x)) < EXACT
+        assert b.table_grid == ((6, 6) if name == "dinov2_resized" else (4, 4))
+
+
+@pytest.mark.parametrize("size", [16, 24])
+def test_the_square_table_of_a_dinov2_takes_sines(size):
+    b = create_backbone(transformers.Dinov2Config(**DINO), img_size=size, positions="sincos")
+    assert torch.equal(b.positions().table, sincos((size // 4,) * 2, 32))
 
 
 def test_resized_vit_has_the_resampled_table_as_its_parameter():
@@ -435,6 +443,8 @@ def test_an_unknown_attention_class_is_refused_by_name():
     model.layers[1].attention = OtherAttention()
     with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, .*Dinov2Attention"):
         create_backbone(model)
+    with pytest.raises(SitusError, match=r"^ViTModel: its Sequential is not among the attention classes"):
+        reader_of("ViTModel", [torch.nn.Sequential(torch.nn.Linear(2, 2))])
 
 
 # --- the laws of position ------------------------------------------------------------------------------
@@ -725,6 +735,21 @@ def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
         match=r"unknown model_type in .*config.json 'evil'; choose one of: albert, audio-spectrogram-transformer, bert",
     ):
         create_backbone(tmp_path)
+
+
+def test_code_that_lies_in_a_folder_is_not_run(tmp_path):
+    """Though the folder's own config and tokeniser ask transformers for it, and their kinds are known."""
+    ran = tmp_path / "ran"
+    for name in ("config", "tokeniser"):
+        (tmp_path / f"evil_{name}.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ImportError\n")
+    config = BERT | {"model_type": "bert", "auto_map": {"AutoConfig": "evil_config.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"]))
+    tokeniser = {"tokenizer_class": "BertTokenizer", "auto_map": {"AutoTokenizer": ["evil_tokeniser.Words", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokeniser))
+    assert create_backbone(tmp_path / "config.json").input.words == 50
+    assert open_tokeniser(tmp_path)("word")["input_ids"] == [2, 5, 3]
+    assert not ran.exists()
 
 
 def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):

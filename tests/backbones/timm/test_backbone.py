@@ -10,8 +10,10 @@ import torch
 from builders import small_swin, small_vit
 from timm.models.eva import Eva
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from situs.backbones import Backbone, create_backbone
+from situs.backbones.timm.blocks import read_block
 from situs.errors import SitusError
 
 
@@ -136,6 +138,18 @@ def test_an_image_of_another_size_has_its_own_grid(size: tuple[int, int]) -> Non
     stem = backbone.model.patch_embed
     torch.testing.assert_close(tokens, stem.norm(stem.proj(x).flatten(2).mT))
     assert torch.isfinite(backbone.assemble(tokens, positions).z).all()
+    if size != (16, 16):  # any size is for `embed_sized` alone
+        with pytest.raises(SitusError, match=r"images must have the shape \[B, 3, 16, 16\]"):
+            backbone.embed(x)
+
+
+def test_a_block_whose_class_fsdp_made_is_read_as_what_it_was() -> None:
+    block = small_vit().model.blocks[0]
+    plain = read_block(block)
+    block.__class__ = type("FSDPBlock", (FSDPModule, type(block)), {})  # as fully_shard does
+    sharded = read_block(block)
+    assert (sharded.form, sharded.norm1, sharded.mlp.up) == (plain.form, plain.norm1, plain.mlp.up)
+    assert sharded.attention.heads == plain.attention.heads == 2
 
 
 @pytest.mark.skipif("num_kv_heads" not in inspect.signature(Eva).parameters, reason="timm has no shared keys yet")

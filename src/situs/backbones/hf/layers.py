@@ -172,7 +172,7 @@ def fit(positions: Positions | None, count: int, whole: int | None, kinds: tuple
     for kind in positions.kinds:
         if kind not in (*kinds, "table"):
             raise SitusError(f"{name} has no {kind} positions; it has: {', '.join(kinds)}")
-    places = {x.shape[-2] for x in (positions.table, positions.rotary) if x is not None and x.dim() > 1}
+    places = {x.shape[-2] for x in (positions.table, positions.rotary) if x is not None}
     if places <= {count}:
         return positions
     if whole is None or places != {whole} or count > whole:

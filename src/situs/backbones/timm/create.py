@@ -31,16 +31,12 @@ READ = {kind.__module__.rpartition(".")[2] for kind in FAMILIES}
 
 def wrap_timm(model: nn.Module, name: str) -> Backbone:
     """A backbone around a timm model that exists."""
-    _check_class(model, name)
-    return FAMILIES[type(model)](model, name)
-
-
-def _check_class(model: nn.Module, name: str) -> None:
     if type(model) not in FAMILIES:
         known = ", ".join(sorted(kind.__name__ for kind in FAMILIES))
         raise SitusError(
             f"{name}: its class {type(model).__name__} is not among the classes that Situs supports: {known}"
         )
+    return FAMILIES[type(model)](model, name)
 
 
 def remade(backbone: Backbone) -> dict[str, Any]:
@@ -126,7 +122,7 @@ def create_timm(config: BackboneConfig) -> Backbone:
     return backbone
 
 
-def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = False) -> Backbone:
+def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool) -> Backbone:
     """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
 
     `config` overrides the folder. fresh: new weights, if `config` names none.
@@ -205,7 +201,6 @@ def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
     except Exception as error:  # timm's models check little, and fail in many ways
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
-    _check_class(model, name)
     stem: Any = getattr(model, "patch_embed", None)
     if issubclass(type(stem), PatchEmbed) and not stem.dynamic_img_pad:
         grid_of(stem.img_size, stem.patch_size)
