@@ -307,7 +307,7 @@ def test_limits_that_mean_something() -> None:
 
 
 WRONG, LOOSE = HOLDS._replace(fits=False, residual=0.28), HOLDS._replace(unique=False)
-MISFIT = "its equations do not fit for 1 of 1 image (the residual is 0.28, but noise and precision predict 1e-07)"
+MISFIT = "its equations do not fit for 1 of 1 image (the residual is 0.28, but noise and rounding predict 1e-07)"
 CONTROL = "on the same model without noise and in float32, its equations do not hold, or have more than one solution"
 
 

@@ -66,7 +66,7 @@ ACTIVE = ThreatModel(
     "active",
     "chooses the weights of the round (same names, shapes and types), and analyses what the client sends back",
     "a server that chooses the weights",
-    "a server that chooses other weights than this attack may recover more",
+    "a server may recover more than this attack if it chooses other weights",
 )
 """A server that chooses the weights."""
 
@@ -230,7 +230,7 @@ def doubt_of(
             return one.verdict  # the equations fit, and do not tell the image
         beside = ""
         if one.residual is not None and one.expected is not None:
-            beside = f" (the residual is {one.residual:.2g}, but noise and precision predict {one.expected:.2g})"
+            beside = f" (the residual is {one.residual:.2g}, but noise and rounding predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return (

@@ -197,7 +197,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "adapt": {"name": "random weights", "own": "a run cannot start from"},
     "export": {
         **dict.fromkeys(("export", "hf"), "already a model folder"),
-        "locked": "situs unlock writes its model",
+        "locked": "unlock it first",
         **dict.fromkeys(("weights", "name"), "model name needs no export"),
         "own": "no library can load",
     },
@@ -214,7 +214,7 @@ SHORT = {
     "random weights": "has no weights to start from",
     "a run cannot start from": "cannot be rebuilt from a config",
     "already a model folder": "is already a model folder",
-    "situs unlock writes its model": "must be opened with `unlock` instead",
+    "unlock it first": "must be opened with `unlock` instead",
     "model name needs no export": "can be loaded by its library already",
     "no library can load": "cannot be rebuilt from a config",
     "locked already": "is locked already",

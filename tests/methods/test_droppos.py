@@ -315,7 +315,7 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"tau=0: must be > 0$"):
         DropPosConfig(tau=0)
     with pytest.raises(
-        SitusError, match=r"position_mask_ratio=0\.1: is too small .* of the 8 visible patches \(of 12\)"
+        SitusError, match=r"position_mask_ratio=0\.1: is so small .* of the 8 visible patches \(of 12 patches in all\)"
     ):
         make(position_mask_ratio=0.1)
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
@@ -349,7 +349,7 @@ def test_other_ratios_that_do_not_fit_are_refused_when_they_are_tried() -> None:
     method = make()
     assert (method.count, method.visible) == (12, 8)
     assert method.under(position_mask_ratio=0.13).anchors == 7  # the least that drops one
-    with pytest.raises(SitusError, match=r"^position_mask_ratio=0.12: is too small to drop a position of the 8 visi"):
+    with pytest.raises(SitusError, match=r"^position_mask_ratio=0.12: is so small that no position of the 8 visi"):
         method.under(position_mask_ratio=0.12)
 
 

@@ -184,7 +184,7 @@ def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / MANIFEST).write_text('{"format": "situs-lock"}')
     for form in ("onnx", "timm"):
-        with pytest.raises(SitusError, match="it is a locked folder; situs unlock writes its model"):
+        with pytest.raises(SitusError, match="it is a locked folder; unlock it first"):
             export_model(tmp_path / "locked", tmp_path / "x", form=form)
     assert [path.name for path in tmp_path.iterdir()] == ["locked"]
 
@@ -193,7 +193,10 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
     for shape, said in (
         ({"init_values": 0.1, "qk_norm": True}, "norms of queries and keys and LayerScale"),
         ({"reg_tokens": 2}, "3 prefix tokens instead of CLS alone"),
-        ({"class_token": False, "global_pool": "avg"}, "0 prefix tokens .* a head on other features than CLS alone"),
+        (
+            {"class_token": False, "global_pool": "avg"},
+            "0 prefix tokens .* a head whose input is not only the CLS token",
+        ),
         ({"pre_norm": True}, "a norm before its blocks"),
     ):
         told("supervised", shape, monkeypatch)

@@ -56,12 +56,12 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("top5", "has no top5; there are top1, numbers, settings, from scratch"),
-        ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
-        ("top1.x", "has no x; there is 0.5"),
-        ("rows[3].name", r"has no \[3\]; there is a list of 3"),
-        ("rows[-4].name", r"has no \[-4\]; there is a list of 3"),
-        ("top1[0]", r"has no \[0\]; there is 0.5"),
+        ("top5", "there is no top5 among the keys top1, numbers, settings, from scratch"),
+        ("both.run-*.accuracy", r"there is no run-\* among the keys run-0, run-tuned-0"),
+        ("top1.x", "there is no x in the value 0.5"),
+        ("rows[3].name", r"there is no \[3\] in a list of 3"),
+        ("rows[-4].name", r"there is no \[-4\] in a list of 3"),
+        ("top1[0]", r"there is no \[0\] in the value 0.5"),
         ("rows[ratio=x].name", r"\[ratio=x\] must match one entry, but matches 0 of 3"),
         ("rows[ratio=0.1501,told=true].name", r"\] must .* 0 of 3"),
         ("rows[ratio=0.0001].name", r"\] must .* 0 of 3"),
@@ -70,7 +70,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] must .* 0 of 3"),
         ("numbers[a=1]", r"\[a=1\] must match one entry, but matches 0 of 2"),
         ("a..b", "must be a path"),
-        ("top1[*]", r"has no \[\*\]; there is 0.5"),
+        ("top1[*]", r"there is no \[\*\] in the value 0.5"),
     ],
 )
 def test_what_it_does_not_find_is_said(path: str, said: str) -> None:
@@ -79,18 +79,18 @@ def test_what_it_does_not_find_is_said(path: str, said: str) -> None:
 
 
 def test_of_many_keys_the_nearest_is_told_as_well() -> None:
-    with pytest.raises(SitusError, match=r"has no acuracy; there are k0, .*, k11, …, accuracy$"):
+    with pytest.raises(SitusError, match=r"there is no acuracy among the keys k0, .*, k11, …, accuracy$"):
         find({**{f"k{number}": 0 for number in range(20)}, "accuracy": 1}, "acuracy")
     two = {"accuracies": 1, "accuracy": 1}
-    with pytest.raises(SitusError, match=r"has no acuracy; there are k0, .*, k11, …, accuracy$"):
+    with pytest.raises(SitusError, match=r"there is no acuracy among the keys k0, .*, k11, …, accuracy$"):
         find({**{f"k{number}": 0 for number in range(20)}, **two}, "acuracy")
-    with pytest.raises(SitusError, match=r"has no acuracy; there are accuracy$"):
+    with pytest.raises(SitusError, match=r"there is no acuracy among the keys accuracy$"):
         find({"accuracy": 1}, "acuracy")
 
 
 def test_what_holds_numbers_is_told_first() -> None:
     origin = {f"said{number}": "vit" for number in range(12)} | {"ema": False, "of": ["a"], "empty": {}}
-    with pytest.raises(SitusError, match=r"has no rows; there are accuracy, count, deep, said0, .*, said8$"):
+    with pytest.raises(SitusError, match=r"there is no rows among the keys accuracy, count, deep, said0, .*, said8$"):
         find({**origin, "accuracy": [{"ratio": 0.5}], "count": 3, "deep": {"a": {"b": 1.0}}}, "rows")
 
 

@@ -47,7 +47,7 @@ COLUMNS = {
 
 PARTS = {
     "shown_psnr": "shown patches, PSNR, dB",
-    "hidden_psnr": "hidden patches in any order, PSNR, dB",
+    "hidden_psnr": "hidden patches in the best order, PSNR, dB",
     "hidden_order": "hidden patches at their position",
 }
 """The same of shown and hidden patches apart."""

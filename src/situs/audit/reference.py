@@ -457,8 +457,8 @@ def _uneven(
         size = float(r.square().mean().sqrt())
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
-                "the upload is not the gradient of one step on these images plus noise of one standard "
-                f"deviation. The residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
+                "the upload is not the gradient of one step on these images plus noise with the same standard "
+                f"deviation everywhere. The residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
                 "over all tensors"
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2

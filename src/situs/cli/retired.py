@@ -65,7 +65,7 @@ FLAGS = {
     },
     "split serve": {"--largest-batch": "the limit is now fixed: 1,024 samples per message"},
     "evaluate probe": {"--weight-decays": "Situs now chooses the weight decay between 1e-5 and 1e-1"},
-    "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
+    "split merge": {"--locked": "use --key FILE; the joined run is then not locked"},
     "export": dict.fromkeys(("--push", "--public"), "use hf upload OWNER/NAME FOLDER; a new repository may be public"),
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},
 }

@@ -95,8 +95,9 @@ class DropPos(SolvesPuzzles):
             reason = f"{self.backbone.name} has no positions to drop: choose positions='sincos'"
             raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
-            visible = f"a position of the {counted(self.visible, 'visible patches')} (of {self.count})"
-            reason = f"position_mask_ratio={self.config.position_mask_ratio}: is too small to drop {visible}"
+            visible = f"{counted(self.visible, 'visible patches')} (of {self.count} patches in all)"
+            ratio = self.config.position_mask_ratio
+            reason = f"position_mask_ratio={ratio}: is so small that no position of the {visible} is dropped"
             raise SitusError(reason, field=("position_mask_ratio", "mask_ratio"))
 
     @property

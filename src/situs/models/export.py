@@ -148,7 +148,7 @@ def _check(written: Export, method: Method, expected: _Outputs | None) -> float 
 
 def _instead(source: str) -> str:
     if is_locked(source):
-        return "it is a locked folder; situs unlock writes its model"
+        return "it is a locked folder; unlock it first (situs unlock)"
     if model_folder(source) is not None:
         return "it is already a model folder, and its library loads the folder directly"
     if names_code(source):

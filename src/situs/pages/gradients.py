@@ -54,11 +54,10 @@ GATE = (
     "More of its patches are at their true position than chance explains. (c) The image is re-identified more often "
     "than by chance. (d) It exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. "
     "(1) No image is 'above', and none would be if its label were the least likely one. (2) The upload contains "
-    "noise. (3) A "
-    "closed-form attack solved every image, and the errors of its equations are as large as noise and precision "
-    "predict. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases the gate "
-    "is inconclusive (not a pass). An attack that searches for the image (such as `matching`) can make the gate fail, "
-    "but alone it never makes the gate pass."
+    "noise. (3) A closed-form attack solved every image, and the errors of its equations are no larger than noise and "
+    "rounding explain. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases "
+    "the gate is inconclusive (not a pass). An attack that searches for the image (such as `matching`) can make the "
+    "gate fail, but alone it never makes the gate pass."
 )
 
 ONLY = "and only against the attacks of this page. Other attacks may do better"

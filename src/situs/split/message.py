@@ -144,7 +144,9 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
     except RefusedError:
         raise
     except (SitusError, ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "the message's facts are not valid JSON"
+        reason = (
+            str(error) if isinstance(error, SitusError) else "the metadata in the message's header is not valid JSON"
+        )
         raise RefusedError(reason[:300]) from None
     if kind is None or kind not in kinds or not isinstance(facts, dict):
         raise RefusedError(f"the message is of the kind {kind!r:.40}, but must be {', '.join(kinds)}")

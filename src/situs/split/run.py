@@ -129,7 +129,7 @@ def train_split(
     for line in described_set(requested, config, loader):
         note(line)
     if config.data.modality.ids:
-        note("the server sees the length of every sentence, because the padding is marked")
+        note("the server sees the length of every sentence, because the client sends the attention mask")
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
     begin = start or starting()
     return _Training(config, loader, where, folder, resume is not None, key, begin, quiet).run(call, hiding)

@@ -140,10 +140,11 @@ def _absent(path: str, step: str, value: Any) -> SitusError:
     if isinstance(value, Mapping):
         shown = [str(name) for name in sorted(value, key=lambda name: not _holds_number(value[name]))][:12]
         near = [name for name in get_close_matches(step, map(str, value), n=1) if name not in shown]
-        present = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
+        keys = ", ".join([*shown, *(["…"] if near else []), *near])
+        present = f"among the keys {keys}" if keys else "in an empty table"
     else:
-        present = f"there is a list of {len(value)}" if isinstance(value, list) else f"there is {value!r}"
-    return SitusError(f"figure={path!r}: has no {step}; {present}", field="figure")
+        present = f"in a list of {len(value)}" if isinstance(value, list) else f"in the value {value!r}"
+    return SitusError(f"figure={path!r}: there is no {step} {present}", field="figure")
 
 
 def _holds_number(value: Any) -> bool:

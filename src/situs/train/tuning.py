@@ -89,5 +89,5 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
 def describe(config: TuningConfig) -> str:
     """What is trained, in words."""
     if config.parts == "lora":
-        return f"the classifier, and LoRA of rank {config.rank} beside {', '.join(config.targets)}"
+        return f"the classifier, and LoRA matrices of rank {config.rank} in the layers {', '.join(config.targets)}"
     return {"all": "every weight", "head": "the classifier"}[config.parts]

@@ -212,7 +212,7 @@ def test_cuts_and_veils() -> None:
         "noise=0.1",
         "noise=0.1 + columns",
     ]
-    for name, said in (("lowpass=0.3", "must be none, .* for texts"), ("noise=-1", "must be noise=σ")):
+    for name, said in (("lowpass=0.3", "must be none, .* because the data are texts"), ("noise=-1", "must be noise=σ")):
         with pytest.raises(SitusError, match=f"defences='{name}': {said}"):
             text_veils((name,), ())
     assert str(Row(2, Veil(columns=True))) == "depth 2, columns"

@@ -218,7 +218,7 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
         ("few channels", "all", 1, "word embedding has fewer channels than its blocks"),
         ("narrow", "all", 1, r"too few channels \(16\), neurons \(64 a block\) or ranks of LoRA"),
         ("bert", "nothing", 1, "the gradient of a later block or of a classifier, and neither is sent"),
-        ("electra", "head", 1, "a layer before the classifier that is linear near 0 or above 0"),
+        ("electra", "head", 1, "an activation before the classifier that is linear near 0"),
     ],
 )
 def test_what_is_not_read_is_refused_with_the_reason(

@@ -146,7 +146,7 @@ def test_large_batches_above_the_channels_are_a_reason(batch: int, tmp_path: Pat
     made = victim(tmp_path, "gpt2", width=48)
     truth = of_three(made, batch)
     recovered = find_sentences(made.backbone, text_gradients(made, truth), batch)
-    assert not recovered.sentences and "too many tokens: the model has only 48 channels" in str(recovered.reason)
+    assert not recovered.sentences and "too many tokens (the model has only 48 channels" in str(recovered.reason)
 
 
 # --- LoRA alone -----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_more_tokens_than_loras_channels_are_a_reason(tmp_path: Path) -> None:
     truth = sentences(made, *TEXTS)
     recovered = attack(made, truth, FedAvg(1, 0.01))
     assert not recovered.sentences and not recovered.words
-    assert "too many tokens: LoRA's products have only 8 channels" in str(recovered.reason)
+    assert "too many tokens (LoRA's products have only 8 channels" in str(recovered.reason)
 
 
 def test_after_two_steps_the_three_downs_name_words_beyond_the_rank_of_one(tmp_path: Path) -> None:

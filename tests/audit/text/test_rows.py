@@ -224,7 +224,10 @@ def test_what_no_attack_finds_is_still_told_from_candidates(tmp_path: Path) -> N
     assert near.whole == 0 and near.picked == 1 and near.shares["picked"] == 1.0
     assert far.whole == far.picked == 0
     assert audit.ruling is not None and audit.ruling.judgements[1].status == NOT_JUDGED
-    assert "1 sentence that was not recovered can be identified among versions" in audit.ruling.judgements[1].reason
+    assert (
+        "1 sentence was not recovered, but an attacker can distinguish it from versions"
+        in audit.ruling.judgements[1].reason
+    )
     assert audit.judge(picked=0.5).status == ABOVE and audit.tone == "bad"
     shown = str(audit.summary().tables[0].rows)
     assert "none found" in shown and "0.0 %" not in shown and math.isclose(near.shares["tokens"], 0.0)

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "registers": (lambda: small_vit(model_args={"reg_tokens": 2}), "has 3 prefix tokens instead of CLS alone"),
     "mean": (
         lambda: small_vit(model_args={"global_pool": "avg", "fc_norm": False}),
-        "on other features than CLS alone",
+        "a head whose input is not only the CLS token",
     ),
     "epsilon": (lambda: with_part("norm", nn.LayerNorm(16, eps=1e-3)), "has norms with different epsilons"),
     "no bias": (lambda: with_part("blocks.0.mlp.fc1", nn.Linear(16, 64, bias=False)), "has layers without a bias"),

@@ -179,7 +179,7 @@ def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
     upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
     monkeypatch.setattr("situs.audit.text.encoder.PAIRS", 100)
     found = find_sentences(made.backbone, upload, len(truth))
-    said = "the batch has too many tokens: a word vector has only 12 channels, so the gradients cannot exclude any word"
+    said = "the batch has too many tokens (a word vector has only 12 channels), so every word fits the gradients"
     assert str(found.reason).startswith(said)
     assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
 

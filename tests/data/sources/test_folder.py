@@ -180,16 +180,19 @@ def test_a_class_folder_without_images_is_named(tmp_path):
     (tmp_path / ".cache").mkdir()
     source = open_source(tmp_path)
     assert source.classes == ("cat", "dog")
-    assert f"{tmp_path.name}: 1 folder without images left out: 'bird'" in source.notes
+    assert f"{tmp_path.name}: 1 folder contains no images and was left out: 'bird'" in source.notes
 
 
-@pytest.mark.parametrize(("empty", "said"), [(1, "1 folder"), (3, "3 folders"), (4, "4 folders")])
+@pytest.mark.parametrize(
+    ("empty", "said"), [(1, "1 folder contains"), (3, "3 folders contain"), (4, "4 folders contain")]
+)
 def test_the_first_three_folders_without_images_are_named(tmp_path, empty, said):
     write(tmp_path / "cat" / "1.png")
     for name in "abcd"[:empty]:
         (tmp_path / name).mkdir()
     listed = ", ".join(map(repr, "abcd"[: min(3, empty)])) + (", …" if empty == 4 else "")
-    assert open_source(tmp_path).notes == [f"{tmp_path.name}: {said} without images left out: {listed}"]
+    were = "was" if empty == 1 else "were"
+    assert open_source(tmp_path).notes == [f"{tmp_path.name}: {said} no images and {were} left out: {listed}"]
 
 
 @pytest.mark.parametrize("kinds", [5, 6])

@@ -667,7 +667,7 @@ class AdaptiveMJP(Attack):
             images.append(image)
             facts.append(fact)
         cut = deadline.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
-        partial = "a part of the search for the last image" if cut else partial
+        partial = "a part of the search for the image that was attacked last" if cut else partial
         return Recovery(torch.stack(images).float(), facts, partial=partial)
 
     def _one(

@@ -703,7 +703,7 @@ class PatchEmbedding(Attack):
             fact["fits"] = known.step.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
             fact["verdict"] = further.get("verdict") or _verdict(fact, torch.finfo(system.sent).eps, exact)
             facts.append(fact)
-        cut = "a partial inversion of the model's transform before the patch embedding, for the last image"
+        cut = "a part of inverting the transform before the patch embedding, for the image that was attacked last"
         return Recovery(images.float(), facts, partial=cut if view is not None and view.stopped else None)
 
 

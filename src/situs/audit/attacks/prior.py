@@ -455,7 +455,7 @@ class PatchEmbeddingPrior(Attack):
             plain = PatchEmbedding().recover(backbone, [upload], replace(known, normalisation=None), Deadline())
             images.append(factorise(sent, prior, layer, plain.images[0].double(), stop))
             facts.append({"sigma": sigma})
-            cut = "a part of the search for the last image" if stop() else None
+            cut = "a part of the search for the image that was attacked last" if stop() else None
         return Recovery(torch.stack(images).float(), facts, partial=cut)
 
     def _priors(self, backbone: Backbone, stem: Stem, known: Knowledge) -> tuple[ImagePrior, Tensor]:

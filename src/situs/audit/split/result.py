@@ -173,8 +173,8 @@ def paper_table(settings: Settings) -> Table:
         ])  # fmt: skip
     header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
     title = (
-        "As in the paper's Table 6: privacy against the paper's attacker, and against an attacker that undoes "
-        "permutations"
+        "Privacy as in Table 6 of Xu et al. (CVPR 2024): against the attacker of that paper, and against an attacker "
+        "that undoes permutations"
     )
     return Table(title, [*header, *[f"psnr, {SENDINGS} uploads"] * often], rows)
 

@@ -252,14 +252,17 @@ class Stage:
             if not side.noise:
                 return Joint()
             if not held_out:
-                return Joint(missing=f"too few public images ({len(self.patches)}) to learn borders")
+                few = f"too few public images ({len(self.patches)})"
+                return Joint(missing=f"{few} to learn how patches fit together at their borders")
             part = public_side(self.backbone, side.tokens[held_out:], self.patches[held_out:], defence)
             unseen = side.tokens[:held_out, len(side.prefix) :]
             try:
                 part = replace(part, noise=side.noise)
                 self._joints[key] = joint(side, part, unseen, self.patches[:held_out], self.grid)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
-                self._joints[key] = Joint(missing="the statistics of borders in public images could not be computed")
+                self._joints[key] = Joint(
+                    missing="the statistics of patch borders in public images could not be computed"
+                )
         return self._joints[key]
 
     def decoder(self, defence: Veil) -> Learned:

@@ -53,6 +53,9 @@ CURVE = ("none", *(f"noise={sigma}" for sigma in (0.01, 0.1, 0.5, 1, 2, 4, 8)))
 """The settings of a curve, the weakest first. Words differ in all channels, so they are read under more noise than
 patches."""
 
+ALLOWED = "none, noise=σ or curve (noise of several strengths), because the data are texts"
+"""The defences of texts, for a reader."""
+
 COUNT, PUBLIC, LONGEST = 24, 200, 128
 """The default numbers of attacked texts, of public texts from the same file, and of words in each."""
 
@@ -110,7 +113,7 @@ def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, .
     """As `parse_veils`. curve: none, and noise of several strengths."""
     for text in defences:
         if str(text).partition("=")[0] not in ("none", "noise", "curve"):
-            raise SitusError(field="defences", value=str(text), allowed="none, noise=σ or curve for texts")
+            raise SitusError(field="defences", value=str(text), allowed=ALLOWED)
     return parse_veils(defences, permute, CURVE)
 
 
@@ -417,7 +420,11 @@ class PromptAudit(TextAudit):
         title = f"{self.model}: what a server reads of {counted(len(self.names), 'texts')}"
         tables = [Table(title, HEADER, [_cells(finding) for finding in self.findings])]
         if rows := reasons(self):
-            tables.append(Table("Words that were not read or not proved, and why", (*HEADER[:1], "reason"), rows))
+            tables.append(
+                Table(
+                    "Texts that were not read, or whose reading is not proved, and why", (*HEADER[:1], "reason"), rows
+                )
+            )
         ruling = self.ruling
         return Summary(self.verdict, tuple(tables), () if ruling is None else (ruling.sentence,))
 

@@ -338,7 +338,7 @@ def causal_sentences(
         for prefix in level:
             if deadline.over():
                 nodes = nodes if table else _pruned(nodes)
-                remark = f"{len(nodes)} of about {two.rank} beginnings of sentences"
+                remark = f"finding {len(nodes)} of about {two.rank} beginnings of sentences"
                 ends = _ends(nodes, () if backbone.num_classes else (UNNAMED,))
                 return Recovered(frozenset(named), tuple(ends), facts, partial=remark)
             longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
@@ -350,15 +350,16 @@ def causal_sentences(
     count = sum(table or not _repeats(node) for node in nodes)
     facts |= {"beginnings": count}
     if count > two.rank:
-        remark = "noise hides the sentences: more beginnings pass the second block's test than there are tokens"
-        return Recovered(frozenset(named), (), facts, reason=remark)
+        more = "more beginnings of sentences fit the gradients of the second block than the batch has tokens"
+        return Recovered(frozenset(named), (), facts, reason=f"{more}, so noise hides the true sentences")
     deadline.say(f"where {counted(batch, 'sentences')} end")
     whole = _whole(backbone, upload, nodes, batch, even, step)
     complete = len(whole) == batch and not any(UNNAMED in sentence for sentence in whole)
     reason, settled = None, step.adam and complete  # Adam's uneven rounding may add to a rank
     if count < two.rank and step.local_steps == 1 and not settled:
         reason = (
-            f"for {two.rank - count} of {two.rank} tokens, no sequence of first words passes the second block's test"
+            f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence fits the gradients of the second "
+            "block"
         )
     elif backbone.num_classes and len(whole) != batch:
         reason = f"the gradient of the last block shows the end of {counted(len(whole), 'sentences')}, not of {batch}"
@@ -375,13 +376,13 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
     plain = span.spans[0][1] is None
     kind = f"the model has only {channels} channels" if plain else f"LoRA's products have only {span.channels} channels"
     if span.rank == 0:
-        return f"the noise is too strong, or the batch has too many tokens: {kind}"
+        return f"the noise is too strong, or the batch has too many tokens ({kind})"
     if step.local_steps > 1:
         return (
-            f"the inputs of the {step.local_steps} local steps have too many directions: {kind}, so the "
-            "update cannot exclude any word"
+            f"the layers have too many different inputs in {step.local_steps} local steps ({kind}), so every word fits "
+            "the update"
         )
-    return f"the batch has too many tokens: {kind}, so the gradients cannot exclude any word"
+    return f"the batch has too many tokens ({kind}), so every word fits the gradients"
 
 
 def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

@@ -288,8 +288,8 @@ def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch:
         return "the crafted weights need the gradient of a later block or of a classifier, and neither is sent"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
         return (
-            "if only the classifier's gradient is sent, the crafted weights need a layer before the classifier that is "
-            "linear near 0 or above 0"
+            "if only the classifier's gradient is sent, the crafted weights need an activation before the classifier "
+            "that is linear near 0 (such as tanh) or above 0 (such as ReLU)"
         )
     if kind == "classifier" and batch > 1:
         return "if only the classifier's gradient is sent, the crafted weights read a single sentence, not a batch"
@@ -765,7 +765,7 @@ def crafted_sentences(
     plan = replace(plan, noise=noise)
     windows = read_windows(plan, upload)
     windows = windows if plan.task == "classes" else predicted(plan, windows)
-    deadline.say(f"{counted(len(windows), 'windows')} with one sentence; the model checks each sentence")
+    deadline.say(f"the gradients suggest {counted(len(windows), 'sentences')}; each of them is checked with the model")
     by_sentence = dict[Sentence, Window]()
     for window in confirmed(victim, plan, upload, _once(windows), deadline):
         by_sentence.setdefault(window.sentence, window)

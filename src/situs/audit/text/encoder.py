@@ -205,7 +205,7 @@ def encoder_sentences(
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"a word vector has only {backbone.token_dim} channels"
-        remark = f"the batch has too many tokens: {channels}, so the gradients cannot exclude any word"
+        remark = f"the batch has too many tokens ({channels}), so every word fits the gradients"
         return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())

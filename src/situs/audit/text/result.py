@@ -98,8 +98,8 @@ def finding_of(
             exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
     if (more := finding.picked - finding.whole) > 0:
         reason = (
-            f"{counted(more, 'sentences')} that {verb(more, 'were')} not recovered can be identified among versions "
-            "that differ in one word"
+            f"{counted(more, 'sentences')} {verb(more, 'were')} not recovered, but an attacker can distinguish "
+            f"{'it' if more == 1 else 'them'} from versions in which one word differs"
         )
         remarks = [*remarks, Remark("doubt", reason)]
     return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)

@@ -67,7 +67,7 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     if backbone.num_prefix != 1:
         reasons.append(f"{backbone.num_prefix} prefix tokens instead of CLS alone")
     if vit.pool != "token":
-        reasons.append("a head on other features than CLS alone")
+        reasons.append("a head whose input is not only the CLS token")
     biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
     if len({*vit.eps.values()}) != 1:
         reasons.append("norms with different epsilons")

@@ -257,7 +257,7 @@ class ASTBackbone(ImageBackbone):
         )
 
     def _table_of(self, grid: Grid) -> Tensor:
-        self.own_grid(grid, "transformers does not resample its position table")
+        self.own_grid(grid, "transformers does not resample the position table of this model")
         return self._table()
 
     def prefix_tokens(self) -> Tensor:

@@ -23,7 +23,7 @@ from situs.data.sources.base import (
     splits_of,
 )
 from situs.data.sources.images import IMAGE_SUFFIXES, is_image, read_bytes
-from situs.errors import DataError, counted
+from situs.errors import DataError, counted, verb
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
@@ -199,7 +199,8 @@ class FolderSource(FileSource):
         self.notes = [*notes, *left_out.notes(name)]
         if classes is not None and (empty := self._empty(classes)):
             few = ", ".join(map(repr, map(printable, empty[:3]))) + ", …" * (len(empty) > 3)
-            self.notes.append(f"{name}: {counted(len(empty), 'folders')} without {self.things} left out: {few}")
+            lack = f"{counted(len(empty), 'folders')} {verb(len(empty), 'contain')} no {self.things}"
+            self.notes.append(f"{name}: {lack} and {verb(len(empty), 'were')} left out: {few}")
         inner, outer = (next((file for file in files if ("/" in file) == inside), None) for inside in (True, False))
         if wanted.labels and classes is None and inner is not None and outer is not None:
             reason = f"{printable(outer)} lies beside folders with samples (such as {printable(inner)})"

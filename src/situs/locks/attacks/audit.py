@@ -348,7 +348,7 @@ class LockAudit(Result):
             tried = "; ".join(result.attacker for result in results if result.bits is not None)
             most = f"The strength is at most {strength:.0f} bits (of 256)"
             sentences += [
-                f"{most}: so many bits of the key remain unknown to the most successful of these attackers: {tried}.",
+                f"{most}. This many bits of the key remain unknown to the most successful of these attackers: {tried}.",
                 _MEANS[strength == 0],
             ]
         if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):

@@ -306,8 +306,10 @@ def _columns(
     status: Status = "refused"
     if not _within(errors, limits):
         why = _why(errors, limits, leaves, "column")
-    elif control is None or control <= limits[0]:
-        why = "a key that leaves out one axis also passes the test"
+    elif control is None:
+        why = "there is no negative control, so the test proves nothing"
+    elif control <= limits[0]:
+        why = "a key that leaves one axis of a tensor unpermuted also passes the test, so the test proves nothing"
     elif clear <= limits[0]:
         status, why = "holds", "even with unlocked weights"
     else:
@@ -322,7 +324,7 @@ def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, flo
         if kind in measured:
             good = _within(measured[kind], limits)
             status: Status = "needs keyed weights" if good else "refused"
-            reason = COVER if good else "the function changes with this key"
+            reason = COVER if good else "this permutation changes what the model computes"
             findings.append(Finding(part, "column", status, reason, *measured[kind]))
         elif any(group.kind == kind for group in groups):
             findings.append(Finding(part, "column", "holds", f"{NOTHING}: each group has only one entry"))

@@ -188,7 +188,7 @@ class PositionCurve(Result):
     def figures(self) -> list[Figure]:
         """Accuracy over η, and chance."""
         series = {"this run": (list(self.accuracy), [100 * value for value in self.accuracy.values()])}
-        labels = ("η at evaluation, fraction of patches that are not keys", "positions predicted correctly, %")
+        labels = ("η at evaluation, fraction of patches outside the context", "positions predicted correctly, %")
         caption = f"Fraction of all patches whose position is predicted correctly. Trained at η = {self.trained:g}."
         chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
         return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]

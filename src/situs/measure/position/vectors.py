@@ -45,7 +45,7 @@ lines form a tangle. The similarity of two positions is the cosine of the angle 
 vector is subtracted.
 
 If few principal components explain most of the variance, the table encodes little more than the grid. If many
-components are needed, the table encodes more than the grid, or noise. A table is informative only if positions can be
+components are needed, the table encodes noise, or more than the grid. A table is informative only if positions can be
 predicted from it.
 
 This is tested by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds. The

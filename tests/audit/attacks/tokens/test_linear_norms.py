@@ -62,8 +62,8 @@ def test_the_larger_of_two_misfits_counts_and_no_number_is_none() -> None:
     ("structural", "general", "open_", "said"),
     [
         (-2, -1, 0, ""),
-        (3, 2, 3, "linear equations do not determine 3 directions of each token, because a sum of other tokens"),
-        (2, 2, 2, "linear equations do not determine 2 directions"),
+        (3, 2, 3, "linear equations leave 3 directions of each token open, because combinations of other tokens"),
+        (2, 2, 2, "linear equations leave 2 directions"),
         (2, 4, 4, "each token has 4 more unknowns than linear equations"),
     ],
 )

@@ -142,7 +142,7 @@ class TokenSpans(Attack):
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
             proved = f"proving {last.get('patches_that_fit')} of {last.get('patches')} patches in the last search"
-            partial = proved if "patches" in last else "a part of the search for the last image"
+            partial = proved if "patches" in last else "a part of the last search"
         images = see_through(torch.cat(solved), block.backbone, block.stem, known, facts)
         return Recovery(images.float(), facts, partial=partial)
 

@@ -19,6 +19,7 @@ from situs.audit.attacks.solver import Family, Flat, Group, Norm, Span, Tokens, 
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.defences import Gradients
 from situs.audit.stem import flat_weight
+from situs.errors import counted
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What linear equations determine: ranks of the first block's gradients and the dimensions that they leave open.
@@ -64,9 +65,9 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"linear equations do not determine {self.open} directions of each token, because a sum of other "
-                "tokens at the same position also fits the equations (the positions add only "
-                f"{self.table} directions to the directions of the pixels)"
+                f"linear equations leave {self.open} directions of each token open, because combinations of other "
+                f"tokens also fit the equations (the position embeddings span only {counted(self.table, 'directions')} "
+                "that the pixels do not span)"
             )
         return f"each token has {self.open} more unknowns than linear equations"
 
