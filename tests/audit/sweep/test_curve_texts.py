@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from situs.audit import trace_texts
 from situs.audit.defences import Step
-from situs.audit.public import CLASSES
 from situs.audit.sweep import curve
 from situs.audit.sweep.curve import Curves
 from situs.audit.sweep.ladder import Scale, curve_ladder
-from situs.audit.text.audit import SENT, WITHHELD, label_of
+from situs.audit.text.audit import CLASSES, SENT, WITHHELD, label_of
 from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.audit.text.victim import open_text_victim
