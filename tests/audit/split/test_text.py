@@ -279,4 +279,4 @@ def test_from_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: p
     assert main(["audit", "split", *map(str, words), "--attacks", "order"]) == 2
     assert "attacks: is not used for texts" in capsys.readouterr().err
     assert main(["audit", "split", *map(str, words[:3])]) == 2
-    assert "324 are needed: 300 public texts" in capsys.readouterr().err
+    assert "224 are needed: 200 public texts" in capsys.readouterr().err
