@@ -30,7 +30,7 @@ def test_a_network_that_cannot_know_the_mask_says_why() -> None:
     assert drawn.lead == found.summary().sentence
     assert drawn.lead == (
         "With 25 % of the patches shuffled and the mask hidden from the model, 75.0 % of 200 answers stay the same, "
-        "and the CLS token changes by 0.5 (12.5 % of its length)."
+        "and the CLS token changes by 0.5 (12.5 % of its norm)."
     )
     assert f"Mask known: {why}." in text
     assert "There is no top-1: no labels." in text
@@ -51,7 +51,7 @@ def test_mask_known_and_without_classifier() -> None:
     found = curve([row(0.5, known, None, 1.0 + known) for known in (False, True)], unknown="a zero vector")
     assert found.summary().sentence == (
         "With 50 % of the patches shuffled and the mask hidden from the model, the CLS token changes by 1 (25.0 % of "
-        "its length). If the model knows the mask, the CLS token changes by 2."
+        "its norm). If the model knows the mask, the CLS token changes by 2."
     )
     drawn = page(found)
     text = drawn.render()

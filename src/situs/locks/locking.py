@@ -109,8 +109,8 @@ def _shares(manifest: Manifest) -> str:
     cover = f", and {inner} groups inside the blocks (these groups add no strength)" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
-        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "
-        f"{' + '.join(residual)} residual channels{cover}."
+        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters). "
+        f"The key permutes {' + '.join(residual)} residual channels{cover}."
     )
     parts = () if manifest.withheld is None else manifest.withheld.parts
     if parts:
@@ -306,7 +306,9 @@ def unlock(
     manifest = read_manifest(folder, key)
     if retrained:
         notes = _unlock_retrained(folder, manifest, key, out, withheld)
-        return Written(Path(out), manifest, [f"{out}: {manifest.model} was opened as retrained.", *notes], notes)
+        return Written(
+            Path(out), manifest, [f"{out}: {manifest.model} was opened with the option `retrained`.", *notes], notes
+        )
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, withheld)
     count = len(manifest.tensors)
@@ -486,7 +488,8 @@ def _check_layout(
             )
             raise SitusError(
                 f"{folder}: {name} {now}, but was locked with dtype {old[name].dtype} and shape "
-                f"{list(old[name].shape)}; the key fits only the dtype and shape at the lock",
+                f"{list(old[name].shape)}; the key fits only the dtype and shape that this tensor had when "
+                "it was locked",
                 field="retrained",
             )
 

@@ -108,7 +108,7 @@ class Shuffled:
         kinds = self.backbone.positions().kinds
         parts = {
             "table": "a zero vector instead of its position embedding",
-            "rotary": "no rotation (like the top-left corner in a rotary model)",
+            "rotary": "no rotation (as if its coordinates were 0)",
             "bias": "no relative bias",
         }
         return (
@@ -179,7 +179,7 @@ class ConsistencyCurve(Result):
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
         at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]
-        part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
+        part = f"{percent(row.diff_norm / row.clean_norm)} of its norm" if row.clean_norm else "from a norm of 0"
         text = f"With {percent(ratio, None)} of the patches shuffled and the mask hidden from the model, "
         if row.consistency is not None:
             text += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "

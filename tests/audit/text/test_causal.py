@@ -69,7 +69,7 @@ def test_as_many_tokens_as_channels_is_a_reason_and_no_pass(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_no_beginning_that_passes_is_a_reason_and_no_pass(kind: str, tmp_path: Path) -> None:
     found = attack(victim(tmp_path, kind), *HARD, words=(40, 41))  # neither stands in the batch
-    assert found.sentences == () and found.reason is not None and "no sequence of first words" in found.reason
+    assert found.sentences == () and found.reason is not None and "no beginning of a sentence that ends" in found.reason
 
 
 def test_branches_are_the_models_own_first_block(tmp_path: Path) -> None:

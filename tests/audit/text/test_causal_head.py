@@ -111,7 +111,7 @@ def test_repetitions_of_a_first_word_count_only_where_another_word_follows(
         (
             {"rank": 0},
             Step(),
-            "the noise is too strong, or the batch has too many tokens: the model has only 9 channels",
+            "the noise is too strong, or the batch has too many tokens (the model has only 9 channels)",
         ),
         ({}, Step(local_steps=2), "the inputs of the 2 local steps have too many directions: the model has only 9 cha"),
         (
@@ -122,7 +122,7 @@ def test_repetitions_of_a_first_word_count_only_where_another_word_follows(
         (
             {"spans": [(None, 1)]},
             Step(),
-            "the batch has too many tokens: LoRA's products have only 4 channels, so the gradients cannot",
+            "the batch has too many tokens: LoRA reduces a token to only 4 channels, so the gradients cannot",
         ),
     ],
 )

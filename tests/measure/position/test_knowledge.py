@@ -227,7 +227,7 @@ def test_the_rows_of_shuffled_patches(audit: PositionAudit) -> None:
 
 @pytest.mark.parametrize(
     ("moved", "said"),
-    [(0.99e-5, "does not change the CLS token"), (1.01e-5, "by 0 % of its length."), (0.5, "by 50 %")],
+    [(0.99e-5, "does not change the CLS token"), (1.01e-5, "by 0 % of its norm."), (0.5, "by 50 %")],
 )
 def test_what_moves_by_rounding_alone_does_not_move(moved: float, said: str, audit: PositionAudit) -> None:
     one = replace(audit.shuffled[0], ratio=0.5, masked=6, mask_known=False, clean_norm=2.0, consistency=None)

@@ -350,7 +350,10 @@ def causal_sentences(
     count = sum(table or not _repeats(node) for node in nodes)
     facts |= {"beginnings": count}
     if count > two.rank:
-        remark = "noise hides the sentences: more beginnings pass the second block's test than there are tokens"
+        remark = (
+            "noise hides the sentences: more beginnings of sentences fit the second block's gradients than there are "
+            "tokens"
+        )
         return Recovered(frozenset(named), (), facts, reason=remark)
     deadline.say(f"where {counted(batch, 'sentences')} end")
     whole = _whole(backbone, upload, nodes, batch, even, step)
@@ -358,7 +361,8 @@ def causal_sentences(
     reason, settled = None, step.adam and complete  # Adam's uneven rounding may add to a rank
     if count < two.rank and step.local_steps == 1 and not settled:
         reason = (
-            f"for {two.rank - count} of {two.rank} tokens, no sequence of first words passes the second block's test"
+            f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence that ends with this token "
+            "fits the second block's gradients"
         )
     elif backbone.num_classes and len(whole) != batch:
         reason = f"the gradient of the last block shows the end of {counted(len(whole), 'sentences')}, not of {batch}"
@@ -373,9 +377,11 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
     if span.tells:
         return None
     plain = span.spans[0][1] is None
-    kind = f"the model has only {channels} channels" if plain else f"LoRA's products have only {span.channels} channels"
+    kind = (
+        f"the model has only {channels} channels" if plain else f"LoRA reduces a token to only {span.channels} channels"
+    )
     if span.rank == 0:
-        return f"the noise is too strong, or the batch has too many tokens: {kind}"
+        return f"the noise is too strong, or the batch has too many tokens ({kind})"
     if step.local_steps > 1:
         return (
             f"the inputs of the {step.local_steps} local steps have too many directions: {kind}, so the "

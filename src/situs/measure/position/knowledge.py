@@ -523,7 +523,7 @@ def _answers(audit: PositionAudit) -> str:
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
         return f"Shuffling the patches does not change the {audit.reads}, so the model does not use their order."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
-    text = f"If {shuffled} of the patches are shuffled, the {audit.reads} changes by {far} of its length"
+    text = f"If {shuffled} of the patches are shuffled, the {audit.reads} changes by {far} of its norm"
     if row.consistency is None:
         return f"{text}."
     return f"{text}, and {percent(row.consistency, 0)} of the model's answers stay the same."
@@ -571,7 +571,7 @@ def _read_table(audit: PositionAudit) -> Table:
 
 def _shuffled_table(audit: PositionAudit) -> Table:
     answers = any(row.consistency is not None for row in audit.shuffled)
-    header = ["γ", "mask", "patches", "Diff.Norm", "of its length"] + ["answers that stay the same"] * answers
+    header = ["γ", "mask", "patches", "Diff.Norm", "of its norm"] + ["answers that stay the same"] * answers
     rows: list[list[Cell]] = []
     for row in audit.shuffled:
         share = percent(row.diff_norm / row.clean_norm) if row.clean_norm else None
