@@ -221,7 +221,7 @@ def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
     commands = opened(tmp_path, "train", audio=COMMANDS)
     assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12
     pq.write_table(pa.table({"image": rows}), tmp_path / "train-0.parquet")
-    with pytest.raises(SitusError, match="has no audio column .one of audio"):
+    with pytest.raises(SitusError, match=r"has no audio column .one of audio"):
         opened(tmp_path, "train")
 
 
