@@ -166,14 +166,16 @@ def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     assert "less than 0.1 dB below" in near
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
     idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].reason
-    said = "; your limit closeness=5 has no effect, because blind guesses already reach 10 or more: the limit is the "
-    assert f"{said}blind guess + 1 dB" in idle
+    said = (
+        "; your limit closeness=5 has no effect, because blind guesses already reach 10 or more. Instead, the limit is "
+    )
+    assert f"{said}the blind guess + 1 dB" in idle
     for bound, told in ((10.9, True), (11.0, False)):  # a wished limit is at least the blind guess and its slack
         judged = judge([finding(), *bounds()], Limit("closeness", bound)).judgements[0]
         assert ("has no effect" in judged.reason) == told
     shares = [Exposure(name, SHARE, 0.2, 0.5) for name in SAMPLES]
     idle = judge([finding(exposures=shares), *bounds()], Limit("share", 0.3)).judgements[0].reason
-    assert "already reach 0.5 or more: the limit is the blind guess" in idle and "blind guess +" not in idle
+    assert "already reach 0.5 or more. Instead, the limit is the blind guess" in idle and "blind guess +" not in idle
     others = [Exposure("a", SHARE, 0.2, 0.1, above=True), Exposure("b", CLOSE, 9.0, 0.0)]  # held to no wish for a share
     idle = judge([finding(exposures=[*shares, *others]), *bounds()], Limit("share", 0.3)).judgements[0].reason
     assert "your limit share=0.3 has no effect, because blind guesses already reach 0.5 or more" in idle
@@ -198,7 +200,7 @@ def test_what_has_no_limit_is_not_held_to_one() -> None:
     [
         ("doubt", "solve proves nothing: why"),
         ("inexact", "solve proves nothing: why"),
-        (None, "solve proves nothing, "),
+        (None, "solve proves nothing: for some "),
     ],
 )
 def test_who_proves_nothing_says_why(kind: Kind | None, said: str) -> None:
@@ -333,15 +335,18 @@ def never() -> list[Certificate]:
             1.0,
             never,
             (
-                "the attacked layer ignores 3 numbers of an image, and a better guess of these numbers may be "
-                "closer to the image"
+                "the attacked layer ignores 3 numbers of an image, and an attacker who guesses these numbers "
+                "better may come closer to the image"
             ),
         ),
         (
             [HOLDS._replace(order_known=False)],
             0.0,
             never,
-            "the gradients do not reveal the order of the hidden patches, and another order may fit the image better",
+            (
+                "the gradients do not reveal the order of the hidden patches, and an attacker who guesses another "
+                "order may come closer to the image"
+            ),
         ),
         ([HOLDS], 1e-3, [WRONG], CONTROL),
         ([LOOSE], 1e-3, [LOOSE], CONTROL),

@@ -234,11 +234,14 @@ def doubt_of(
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return (
-            f"the attacked layer ignores {unseen} numbers of an image, and a better guess of these numbers may "
-            "be closer to the image"
+            f"the attacked layer ignores {unseen} numbers of an image, and an attacker who guesses these numbers "
+            "better may come closer to the image"
         )
     if not all(certificate.order_known for certificate in certificates):
-        return "the gradients do not reveal the order of the hidden patches, and another order may fit the image better"
+        return (
+            "the gradients do not reveal the order of the hidden patches, and an attacker who guesses another order "
+            "may come closer to the image"
+        )
     if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):
         return (
             "on the same model without noise and in float32, its equations do not hold, or have more than one solution"

@@ -183,8 +183,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: {name} cannot be limited by a gate, because a gate sets an upper limit, but a low "
-            f"{name} means a good copy of the private data; choose one of: {', '.join(sorted(rising))}",
+            f"{asked}={text}: a gate sets an upper limit, so it cannot limit {name}: a low {name} means a good copy of "
+            f"the private data; choose one of: {', '.join(sorted(rising))}",
             field=asked,
         )
     if name not in rising and not number:
@@ -326,7 +326,7 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
         if finding.status == "not_run"
     ]
     gaps += [
-        f"{finding.attack} was stopped after {finding.why('stopped') or 'a part of it'}"
+        f"{finding.attack} was stopped {f'after {why}' if (why := finding.why('stopped')) else 'before its end'}"
         for finding in findings
         if finding.status == "stopped" or finding.why("stopped")
     ]
@@ -356,7 +356,8 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
             reasons.append(f"{finding.attack} attacked only {finding.count} of {counted(finding.asked, things)}")
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(
-                f"{finding.attack} proves nothing, because its equations do not prove the result for all {things}"
+                f"{finding.attack} proves nothing: for some {things}, its equations leave open whether an attacker can "
+                "recover more"
             )
     if not closed:
         refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
@@ -391,10 +392,10 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     if over:
         worst = max(over, key=lambda one: one.excess).worst
         return [
-            f"only the oracle (a bound) is above the limit, but an unknown attack may be above the limit too: {worst}"
+            f"no attack is above the limit, but the oracle (a bound) is: {worst}. An unknown attack may be above it too"
         ]
     if not bounds:
-        reason = "a pass needs the oracle (a bound that knows the samples), which did not run"
+        reason = "a pass needs the oracle (a bound that is computed with the true samples), which did not run"
         return [f"{reason}: repeat the audit with a gate (fail_above) to run the oracle"]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
@@ -428,8 +429,8 @@ def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
         return ""
     more = f" + {wish:g} dB" if wish else ""
     return (
-        f"; your limit {limit} has no effect, because blind guesses already reach {least:.4g} or more: "
-        f"the limit is the blind guess{more}"
+        f"; your limit {limit} has no effect, because blind guesses already reach {least:.4g} or more. "
+        f"Instead, the limit is the blind guess{more}"
     )
 
 

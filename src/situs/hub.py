@@ -110,7 +110,7 @@ def fetch(address: Address) -> Path:
 def _unpinned(address: Address) -> SitusError:
     """The error for an address without a commit, which names the commit of today where the hub can be asked."""
     problem = (
-        "is a branch, a tag or a part of a commit, and can point to other files later"
+        "is a branch, a tag or a shortened commit hash, so it can point to other files later"
         if address.revision
         else "names no commit"
     )
@@ -214,7 +214,7 @@ def _fetch_file(address: Address, name: str, listed: Listed) -> Path:
     if problem := _differs(path, listed):
         for place in (path.resolve(), path):
             place.unlink(missing_ok=True)
-        raise _refusal(address, f"its {name} {problem}, and was deleted here")
+        raise _refusal(address, f"its {name} {problem}; the downloaded file was deleted from this machine")
     return path.parent
 
 

@@ -101,9 +101,12 @@ STRIPES = torch.randn(80, 1, generator=torch.Generator().manual_seed(3)) * torch
     [
         ({"b": lambda noise: 3 * noise}, "on b, but"),
         ({"d": lambda noise: 3 * noise, "e": lambda noise: 3 * noise}, "on the small tensors, but"),
-        ({"a": lambda noise: noise.abs()}, "the noise on the numbers of a is not independent"),
-        ({"c": lambda noise: noise.sort(dim=1).values}, "the noise on the numbers of c is not independent"),
-        ({"c": lambda noise: noise + 0.2 * STRIPES}, "the rest of c is not noise, because it has preferred directions"),
+        ({"a": lambda noise: noise.abs()}, "the noise in a is not independent noise: its mean is not 0"),
+        ({"c": lambda noise: noise.sort(dim=1).values}, "the noise in c is not independent noise: its mean is not 0"),
+        (
+            {"c": lambda noise: noise + 0.2 * STRIPES},
+            "What is left of c is not noise, because it is larger",
+        ),
         ({}, ""),
     ],
 )
@@ -158,7 +161,7 @@ def test_chance_makes_no_direction_of_noise_stand_out() -> None:
         (1.04, 0.011, True, "none", "but the stated noise is 0"),
         (1.0, 1.14, False, "noise=1", ""),
         (1.0, 1.15, False, "noise=1", ""),
-        (1.0, 1.16, False, "noise=1", "1 times the gradient of these images by a standard deviation of 1.16"),
+        (1.0, 1.16, False, "noise=1", "1 times the gradient of these images plus a difference with the"),
         (3.9, 1.0, False, "noise=1", ""),
         (4.1, 1.0, False, "noise=1", "but the stated noise is 1"),
         (-1.9, 1.0, False, "noise=1", ""),

@@ -156,9 +156,7 @@ def test_an_oracle_above_keeps_a_gate_from_passing_and_fails_none(value: float) 
     judged = judged_alone(closed(), bound(change=with_one("aligned_psnr", value)))
     assert judged.status == (PASSED if value < 13 else NOT_JUDGED)
     if value > 13:
-        assert judged.reason.startswith(
-            "only the oracle (a bound) is above the limit, but an unknown attack may be above the limit too:"
-        )
+        assert judged.reason.startswith("no attack is above the limit, but the oracle (a bound) is: ")
     assert judged_alone(closed(20.0), bound(value)).status == ABOVE
     few = bound(change={"aligned_psnr": [value], "ssim": [0.1], "order_accuracy": [0.1], "psnr": [9.0]}, numbers=(5,))
     named = judged_alone(closed(), few)
@@ -207,13 +205,13 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
 @pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])
 def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
     said = (
-        f"; your limit {wish} has no effect, because blind guesses already reach 10 or more: the limit is "
-        "the blind guess + 1 dB"
+        f"; your limit {wish} has no effect, because blind guesses already reach 10 or more. Instead, the "
+        "limit is the blind guess + 1 dB"
     )
     for value in (9.0, 24.0):  # passed, above
         assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).reason) == idle
     assert (
-        "your limit ssim=0.05 has no effect, because blind guesses already reach 0.1 or more: the "
+        "your limit ssim=0.05 has no effect, because blind guesses already reach 0.1 or more. Instead, the "
         "limit is the blind guess" in (judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).reason)
     )
     for other in ("blind", "reidentified=0.1", "ssim=0.2"):

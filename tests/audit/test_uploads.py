@@ -72,8 +72,8 @@ def test_the_sentence_the_table_and_the_figure_say_what_each_attack_certifies(se
     shown = {row[0]: row[1:4] for row in summary.tables[0].rows}
     assert shown == {"april": ["none", "0 of 1", None], "patchembed": ["none", "1 of 1", "no error"]}
     assert summary.sentence == (
-        "1 of 1 image in 1 upload can be read, and the attacker can prove without the originals that the result is "
-        "right (best attack patchembed, defence as stated: none)."
+        "1 of 1 image in 1 upload can be read. The attacker can prove without the originals that the result is "
+        "right. Best attack: patchembed. Stated defence: none."
     )
     assert summary.numbers == (("1 of 1", "images certified"),)
     [figure] = audit.figures()
@@ -194,7 +194,7 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     page, pair, verdict = make_page(audit).render(), audit.pairs[0], audit.summary().sentence
     assert (pair.exact, pair.to_the_byte, pair.others) == (0, 0, 1) and said in verdict and said in page
     assert "No image was recovered" not in page and "of them with the exact byte" not in verdict
-    with pytest.raises(SitusError, match="has only 1 image, but the uploads need 2: 2 uploads of 1 image each"):
+    with pytest.raises(SitusError, match="has only 1 image, but 2 are needed for 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
 
 

@@ -122,7 +122,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
             (other / split / new / "0.png").write_bytes((trained.data / split / old / "0.png").read_bytes())
     for words, said in (
         ([str(trained.mp3)], "no trained classifier"),
-        ([str(trained.one), "--data", str(other)], "class 'dark' of the model is 'clair' in the data"),
+        ([str(trained.one), "--data", str(other)], "is 'dark' in the model, but 'clair' in the data"),
         ([str(trained.one), "--data", str(trained.data / "val" / "dark")], "has no labels"),
         ([str(trained.one), "--data", str(trained.data / "val" / "dark"), "--split", "val"], "split"),
         ([str(trained.one), "--out", str(tmp_path / "a.json")], "a.json': must be a folder (--out)"),

@@ -47,7 +47,7 @@ def test_every_image_has_its_class_and_probability(
 ) -> None:
     out = tmp_path / "deep" / "predictions.csv"
     assert main(["predict", str(trained.one), "--split", "val", "--batch", "4", "--out", str(out)]) == 0
-    assert f"{out}: 15 rows with a class: " in capsys.readouterr().out
+    assert f"{out}: 15 rows with a class (" in capsys.readouterr().out
     header, *rows = read(out)
     assert header == HEADER
     assert [row[0] for row in rows] == [f"{name}/{n}.png" for name in ("dark", "light", "middle") for n in range(5)]
@@ -137,16 +137,20 @@ def counted(monkeypatch: pytest.MonkeyPatch, names: list[str | None], classes: i
 @pytest.mark.parametrize(
     ("names", "classes", "lines"),
     [
-        (["a", "b", "a"], 9, ["3 rows with a class: a 2, b 1"]),
-        ([*"aabcde"], 9, ["6 rows with a class: a 2, b 1, c 1, d 1, e 1"]),
-        ([*"aabcdef"], 9, ["7 rows with a class: a 2, b 1, c 1, d 1, e 1, and 1 more class"]),
-        ([*"aabcdefg"], 9, ["8 rows with a class: a 2, b 1, c 1, d 1, e 1, and 2 more classes"]),
-        (["a", "a"], 9, ["2 rows with a class: a 2", "every row has the same class, a"]),
-        (["a", "a"], 1, ["2 rows with a class: a 2"]),  # there is no other
-        (["a"], 9, ["1 row with a class: a 1"]),
-        (["a", None, "b"], 9, ["2 rows with a class: a 1, b 1", "1 row has no class, 1.png"]),
-        (["a", *[None] * 3, "b"], 9, ["2 rows with a class: a 1, b 1", "3 rows have no class, 1.png, 2.png, 3.png"]),
-        (["a", *[None] * 4, "b"], 9, ["2 rows with a class: a 1, b 1", "4 rows have no class, 1.png, 2.png, 3.png, …"]),
+        (["a", "b", "a"], 9, ["3 rows with a class (a 2, b 1)"]),
+        ([*"aabcde"], 9, ["6 rows with a class (a 2, b 1, c 1, d 1, e 1)"]),
+        ([*"aabcdef"], 9, ["7 rows with a class (a 2, b 1, c 1, d 1, e 1, and 1 more class)"]),
+        ([*"aabcdefg"], 9, ["8 rows with a class (a 2, b 1, c 1, d 1, e 1, and 2 more classes)"]),
+        (["a", "a"], 9, ["2 rows with a class (a 2)", "every row has the same class, a"]),
+        (["a", "a"], 1, ["2 rows with a class (a 2)"]),  # there is no other
+        (["a"], 9, ["1 row with a class (a 1)"]),
+        (["a", None, "b"], 9, ["2 rows with a class (a 1, b 1)", "1 row has no class, 1.png"]),
+        (["a", *[None] * 3, "b"], 9, ["2 rows with a class (a 1, b 1)", "3 rows have no class, 1.png, 2.png, 3.png"]),
+        (
+            ["a", *[None] * 4, "b"],
+            9,
+            ["2 rows with a class (a 1, b 1)", "4 rows have no class, 1.png, 2.png, 3.png, …"],
+        ),
     ],
 )
 def test_the_classes_are_counted_and_five_named(

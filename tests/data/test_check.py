@@ -316,8 +316,8 @@ def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     assert found.classes == {"x": 3, "y": 4}
     assert "2 classes, from 3 images (x) to 4 (y)" in found.summary().notes
     assert [(each.name, each.what) for each in found.issues["contradiction"]] == [
-        ("b.png", "not x; a.png has the opposite labels"),
-        ("g.png", "x; f.png has the opposite labels"),
+        ("b.png", "not x; in a.png, these labels are the opposite"),
+        ("g.png", "x; in f.png, these labels are the opposite"),
     ]
     assert found.counts["duplicate"] == 4  # of c and d one label is unknown, which is no contradiction
     without = check(tmp_path, workers=0)

@@ -363,5 +363,5 @@ def test_a_table_that_is_not_packed_is_said_and_what_cannot_hold_it_refused(attr
         config("webdataset", multi_label=True)
     table = attributes / "labels.csv"
     table.write_text(table.read_text().replace("file,a", "file,image"))
-    with pytest.raises(SitusError, match="'image'; rename this class"):
+    with pytest.raises(SitusError, match="'image'; rename the class of this name"):
         pack(attributes, tmp_path / "other", config("parquet", multi_label=True), workers=0)

@@ -145,7 +145,7 @@ def test_arrays_in_other_replies_are_never_silent(monkeypatch: pytest.MonkeyPatc
             reply = message_of("get_parameters", arrays)
             sent = guard(message_of("get_parameters", None), context, lambda *_, reply=reply: reply)
             assert (sent is not reply) is (withheld and said)
-            assert [line for line in lines if "get_parameters were not attacked" in line] == lines
+            assert [line for line in lines if "does not attack arrays in a reply to get_parameters" in line] == lines
             assert len(lines) == said
 
 

@@ -70,7 +70,10 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     assert (names(bank), names(test)) == (names(trained), names(judged))
     assert len(load_set(subject, held_out=0.0).source) == 40
     said = made_with(subject, judged, 0, beside=[trained], more={"fitted_to": "x"})
-    assert said.facts["left out"] == "flat: left out 1 (not images, by their names: .txt 1); the first: dark/notes.txt"
+    assert (
+        said.facts["left out"]
+        == "flat: left out 1 (their names are not those of images: .txt 1); the first: dark/notes.txt"
+    )
     assert set(said.left_out) == {*trained.source.left_out(), *judged.source.left_out()}
     trained.source.notes.append("a part of it is gone")
     beside = made_with(subject, judged, 0, beside=[trained])
@@ -180,7 +183,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     assert main([*words, "--held-out", "0.4"]) == 0
     said = capsys.readouterr()
     assert "flat, held-out fraction 0.4" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
-    assert "situs: flat: left out 1 (not images, by their names: .txt 1)" in said.err
+    assert "situs: flat: left out 1 (their names are not those of images: .txt 1)" in said.err
 
 
 @pytest.mark.parametrize("names", [("cat", "dog", "fox"), ("LABEL_0", "dog", "LABEL_2"), None])
@@ -225,8 +228,8 @@ CLASSES = ("cat", "dog", "owl")
     [
         (CLASSES, CLASSES, None),
         (None, CLASSES, None),
-        (CLASSES, ("cat", "fox", "ape"), "class 'dog' of the model is 'fox' in the data"),
-        (CLASSES, CLASSES[::-1], "class 'cat' of the model is 'owl' in the data"),
+        (CLASSES, ("cat", "fox", "ape"), "is 'dog' in the model, but 'fox' in the data"),
+        (CLASSES, CLASSES[::-1], "is 'cat' in the model, but 'owl' in the data"),
         (CLASSES, CLASSES[:2], "the data has 2 classes, but the model has 3"),
         (CLASSES[:1], CLASSES, "the data has 3 classes, but the model has 1"),
         (CLASSES, None, "pets: has no labels to compare with"),

@@ -82,7 +82,7 @@ def test_the_first_sentence_counts_the_strengths_that_were_attacked(undrawn: Non
     lines = [Line("noise", "none", "σ", points), Line("noise", "clip", "σ", points[2:])]
     page = make_page(Curves("m", lines, IMAGES, 2))
     assert page.lead.startswith("Images were recovered completely at 2 of 4 attacked strengths.")
-    assert page.numbers[0] == ("2 of 4", "attacked strengths at which images were recovered completely")
+    assert page.numbers[0] == ("2 of 4", "attacked strengths of the defences at which images were recovered completely")
     stopped = make_page(Curves("m", lines, IMAGES, 2, stopped="the time is over"))
     assert "recovered completely at" not in stopped.lead
     words = make_page(Curves("m", [Line("noise", "none", "σ", [point("0", sentences=1.0, tokens=1.0)])], WORDS, 1))

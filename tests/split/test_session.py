@@ -55,8 +55,8 @@ def test_only_the_next_message_is_taken_and_what_came_early_may_come_again(forwa
 
 
 def test_the_refusal_says_where_the_session_is() -> None:
-    arrived = "the message save of step 9, part 0 with a commit arrived while this session is at "
-    with pytest.raises(RefusedError, match=f"{arrived}step 7 with 1 of 2 parts done"):
+    arrived = "the message save of step 9, part 0 with a commit is out of order: this session is at "
+    with pytest.raises(RefusedError, match=f"{arrived}step 7, and 1 of its 2 parts are done"):
         at(7, 2, 1)._check_turn("save", 9, 0, True)
     with pytest.raises(RefusedError, match=f"{AHEAD} parts of step 7 already wait for their gradients"):
         at(7, AHEAD, 0)._check_turn("forward", 7, AHEAD, False)

@@ -200,7 +200,7 @@ def test_rotation_cannot_be_taken_out_and_the_card_says_so(tmp_path: Path) -> No
     torch.manual_seed(0)
     backbone = small_vit((64, 48), name="vit_small_patch16_rope_224", width=32, patch_size=None)
     found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", ModelProvenance("mp3"))
-    assert "still applies the rotation, which is not a weight" in found.notes[0]
+    assert "still applies the rotation, because an export can set only weights" in found.notes[0]
     assert found.notes[0] in (tmp_path / "x" / "README.md").read_text()
 
 

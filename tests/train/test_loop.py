@@ -332,10 +332,10 @@ def test_compiling_is_told_before_and_after_the_first_update(
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        ("supervised", (8, 8), "img_size=4: about a quarter of the time)"),
-        ("supervised", (8, 12), "img_size=4: about a quarter of the time)"),
-        ("supervised", (16, 8), "img_size=8,4: about a quarter of the time)"),
-        ("mp3", (24, 8), "img_size=12,4: about a quarter of the time)"),
+        ("supervised", (8, 8), "img_size=4 takes about a quarter of the time)"),
+        ("supervised", (8, 12), "img_size=4 takes about a quarter of the time)"),
+        ("supervised", (16, 8), "img_size=8,4 takes about a quarter of the time)"),
+        ("mp3", (24, 8), "img_size=12,4 takes about a quarter of the time)"),
         ("mp3", (4, 16), "img_size)"),  # one patch high: it has no half
     ],
 )

@@ -220,7 +220,8 @@ def test_what_was_chosen_by_default_is_told(count: int, batch: int | None, share
     if batch is None:
         updates = (count - held) // loader.global_batch
         wanted.append(
-            f"batch {loader.global_batch}, because the set is small: {updates} updates per epoch (data.batch)"
+            f"batch {loader.global_batch}, because the set is small; this gives {updates} updates per epoch "
+            "(data.batch sets the batch)"
         )
     assert lines == wanted and (held == 0) == (share == 0.0)
 
@@ -314,7 +315,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
     with notes_to(said.append):
         train_run(own, out="../run", device="cpu")
-    assert "batch 8, because the set is small: 2 updates per epoch (data.batch)" in said
+    assert "batch 8, because the set is small; this gives 2 updates per epoch (data.batch sets the batch)" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2

@@ -371,7 +371,7 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
         open_text_victim(tmp_path / "run")
     assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()
-    assert "entries of the words are zero in this export" in card
+    assert "contains zeros as the entries of the words" in card
     assert "start from the run instead of this export" in card
     kept = RunFolder.open(tmp_path / "run", writer=False).latest()
     began, name = load_file(world / "bert" / "model.safetensors"), "embeddings.position_embeddings.weight"

@@ -97,12 +97,15 @@ MEASURES = {
     "few directions": Measure("its effective rank is {:.3g} times lower than that of a random matrix", 1.2, 36),
     "flat attention": Measure("query or key weights are {:.3g} times smaller than value weights", 1, 13),
     "ordered biases": Measure(
-        "a run of its biases rises or falls in order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
+        "consecutive biases only rise or only fall, which happens by chance in 1 of 1e{:.1f} cases",
+        0,
+        6,
+        "decades",
     ),
     "steep neurons": Measure("the inputs of the strongest neurons have a standard deviation of about {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the median tensor", 2, 180),
     "few numbers changed": Measure(
-        "one of its rows or numbers changed {:.3g} times as much as its median row or number", 4, 100
+        "one of its rows, columns or numbers changed {:.3g} times as much as the median one", 4, 100
     ),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median neuron", 1.5, 30),
 }

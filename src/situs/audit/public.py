@@ -28,7 +28,7 @@ from situs.backbones.lora import low_rank_names
 from situs.config import checks_arguments
 from situs.data.sources.base import Source
 from situs.data.sources.memory import addressed, display_path
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 from situs.findings import SERVERS
 from situs.gate import Limit, parse_limit
 from situs.limits import Count, Positive
@@ -247,7 +247,9 @@ def audit_settings(
     if len(defended) > 1 or len(shares) < len(defended):
         labels = ", ".join(defence.label for defence in defended)
         raise SitusError(
-            field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of MJP's Table 5"
+            field=("defences", "settings"),
+            value=labels,
+            allowed="mjp=γ, without another defence, in the settings of MJP's Table 5",
         )
     config, open_args = split_options(AuditConfig, options)
     opened = open_audit(model, data, attacks, config, open_args)
@@ -346,7 +348,8 @@ def open_audit(
         test = load_test_set(victim, data, count, config.split, opened.device)
     if captured and len(test) < len(captured) * config.batch:
         uploads = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
-        needs = f"the uploads need {len(captured) * config.batch}: {uploads}"
+        need = len(captured) * config.batch
+        needs = f"{need} {verb(need, 'are')} needed for {uploads}"
         raise SitusError(f"data: has only {counted(len(test), test.things)}, but {needs}", field="data")
     test = replace(test, captured=captured)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method) and test.referenced:

@@ -284,7 +284,8 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
         reason = (
             "in training mode the module changes its images at random, so the input of its first layer in this step"
         )
-        return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call `look` outside autocast")
+        remedy = "Give the optimizer to the guard, so that it records this input, or call `look` outside autocast"
+        return [seen[-1]], f"{reason} is not known. {remedy}"
     return [seen[0], seen[-1]], ""
 
 
@@ -435,8 +436,8 @@ def _unlike_stated(match: Match, defence: Defence, batch: int, local_steps: int)
     if match.sigma <= STATED * stated and abs(off) <= ODD:
         return ""
     return (
-        f"the upload differs from {match.factor:.3g} times the gradient of these images by a standard deviation of "
-        f"{match.sigma:.3g}, but the stated noise is {stated:g}: the difference may not be noise"
+        f"the upload is {match.factor:.3g} times the gradient of these images plus a difference with the standard "
+        f"deviation {match.sigma:.3g}, but the stated noise is {stated:g}, so the difference may not be noise"
     )
 
 
@@ -463,12 +464,14 @@ def _uneven(
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
-            return f"the noise on the numbers of {n} is not independent"
+            return (
+                f"the noise in {n} is not independent noise: its mean is not 0, or neighbouring numbers are correlated"
+            )
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
             return (
-                f"after the gradient of these images is subtracted, the rest of {n} is not noise, "
-                "because it has preferred directions"
+                f"the gradient of these images was subtracted from the upload. What is left of {n} is not noise, "
+                "because it is larger in some directions than in others"
             )
     return ""
 

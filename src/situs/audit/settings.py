@@ -259,7 +259,7 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     shown = best.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
     claim = "does not hold against" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
-    figures = f"Shown patches are recovered with a PSNR of {parts['shown_psnr']:.1f} dB"
+    figures = f"Patches that are not hidden are recovered with a PSNR of {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
             f", hidden patches with {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the "
@@ -272,7 +272,7 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows that MJP is used."
         f"{nothing} From one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = "
-        f"{comparison.ratio:g}), this attacker recovers {_counted(best)}, measured against the "
+        f"{comparison.ratio:g}), this attacker recovers {_counted(best)}, compared with the "
         f"{best.case.compared_with} images.{beside} {figures}."
     )
 

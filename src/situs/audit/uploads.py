@@ -106,8 +106,8 @@ class UploadAudit(Audit):
             )
             return f"{opening(self)} {nothing} This does not prove privacy: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
-            f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove without the "
-            f"originals that the result is right (best attack {best.attack}, defence as stated: {best.defence})."
+            f"{opening(self)} {read} of {total} in {self._counted} can be read. The attacker can prove without the "
+            f"originals that the result is right. Best attack: {best.attack}. Stated defence: {best.defence}."
         ).lstrip()
 
     def figures(self) -> list[Figure]:

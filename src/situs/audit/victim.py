@@ -262,8 +262,8 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
         "range": f"black is {zero * peak:g} standard deviations below the mean, and white is the same number of "
         "standard deviations above the mean. "
         "Values outside this range are clipped. For the PSNR, 10 log10(1 / MSE), this range is scaled to "
-        f"[0, 1]. The whole range is {peak:g} standard deviations, and one of 255 grey levels is "
-        f"{peak / 255:.3f} standard deviations",
+        f"[0, 1]. The whole range is {peak:g} standard deviations, so a step of one grey level "
+        f"(1/255 of the range) is {peak / 255:.3f} standard deviations",
     }
     scale = (zero,) * channels, (one - zero,) * channels
     return replace(test, normalisation=scale, stored=False, things=things, notes=notes)

@@ -309,9 +309,7 @@ class Guard:
             if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
                 unknown = "the module's first layer got another number of images than the module itself"
             if self._witness is not None and self._witness.stray:
-                unknown = (
-                    "other images went through the module's first layer, outside of a forward pass in training mode"
-                )
+                unknown = "images also went through the module's first layer outside of a forward pass in training mode"
         pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
         return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 

@@ -320,8 +320,8 @@ class Backbone(nn.Module, ABC):
         """The number of values in a patch of the input: P_h * P_w * C of an image."""
         if self.input.patch is None:
             raise SitusError(
-                f"{self.name} has no patches of pixels, because it takes text, or because Situs knows no patches of "
-                "this model"
+                f"{self.name} has no patches of pixels: it takes text, or Situs does not know how it divides an image "
+                "into patches"
             )
         return self.input.channels * math.prod(self.input.patch)
 

@@ -78,7 +78,7 @@ class Predict(ModelArgs):
         rows, broken, counts = predictions.rows, predictions.broken, predictions.counts
         few = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:5])
         more = f", and {counted(len(counts) - 5, 'more classes')}" if len(counts) > 5 else ""
-        lines = [f"{self.out}: {counted(len(rows) - len(broken), 'rows')} with a class: {few}{more}"]
+        lines = [f"{self.out}: {counted(len(rows) - len(broken), 'rows')} with a class ({few}{more})"]
         if broken:
             names = ", ".join(broken[:3]) + ", …" * (len(broken) > 3)
             have = f"{counted(len(broken), 'rows')} {verb(len(broken), 'have')} no class"

@@ -162,7 +162,7 @@ def machine() -> Iterator[Check]:
     yield Check("disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
     shared = Path("/dev/shm")  # noqa: S108  (the shared memory of Linux)
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
-        advice = "loader workers need more: use docker run --shm-size 8g, or no workers"
+        advice = "loader workers need more shared memory: use docker run --shm-size 8g, or no loader workers"
         yield Check("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
 
 

@@ -21,7 +21,7 @@ VERBS = {
     "bench step": "use situs bench",
     "bench compare": "use situs bench --compare BEFORE,AFTER",
     "bench cost": "use situs bench with several --batches and --models",
-    "split cost": "use situs study run st-figure8, or python benchmarks/split.py --count with a server",
+    "split cost": "use situs study run st-figure8; with a server, use python benchmarks/split.py --count",
     "study list": "use situs study show, without a name",
     "study pack": "use python scripts/study_parcel.py pack",
     "study unpack": "use python scripts/study_parcel.py unpack",

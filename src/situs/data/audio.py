@@ -88,8 +88,8 @@ class AudioConfig(Checked):
             name = "window_ms" if self.window < 1 else "hop_ms"
             raise SitusError(field=name, value=getattr(self, name), allowed=f"at least one sample at {self.rate:,} Hz")
         if (empty := _empty_band(self)) is not None:
-            reason = f"band {empty} would contain no frequency of a window of {self.window} samples"
-            raise SitusError(field="mels", value=self.mels, allowed=f"fewer bands, or a longer window: {reason}")
+            reason = f"with a window of {self.window} samples, band {empty} contains no frequency"
+            raise SitusError(field="mels", value=self.mels, allowed=f"smaller, or window_ms must be larger: {reason}")
         if self.samples < self.window:
             allowed = f"at least {self.window / self.rate:g} s, the length of a frame"
             raise SitusError(field="seconds", value=self.seconds, allowed=allowed)

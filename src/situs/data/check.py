@@ -451,4 +451,4 @@ def _contradiction(source: Source, rows: np.ndarray, number: int, earlier: int) 
     labels, others = rows["labels"][number], rows["labels"][earlier]
     differ = np.flatnonzero((labels != others) & (labels >= 0) & (others >= 0)).tolist()
     listed = [f"{'' if labels[index] else 'not '}{classes[index]}" for index in differ[:_SHOWN]]
-    return f"{', '.join(listed)}; {twin} has the opposite labels" if listed else ""
+    return f"{', '.join(listed)}; in {twin}, these labels are the opposite" if listed else ""

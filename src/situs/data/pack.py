@@ -313,7 +313,9 @@ class _Packing:
         names = tuple(line or str(number) for number, line in enumerate(lines))
         if self.config.multi_label and (len({*names}) < len(names) or IMAGE in names):
             twice = next(name for name in names if names.count(name) > 1 or name == IMAGE)
-            raise DataError(f"{source.name}: two columns of the output would be called {twice!r}; rename this class")
+            raise DataError(
+                f"{source.name}: two columns of the output would be called {twice!r}; rename the class of this name"
+            )
         others = self.classes or ()
         shorter = min(len(others), len(names))
         if others[:shorter] != names[:shorter]:

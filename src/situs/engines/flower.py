@@ -59,7 +59,11 @@ class GuardMod:
             done = "withheld" if strict else "sent"
             kind = message.metadata.message_type
             _LOG.warning(
-                "node %s: arrays in a reply to %s were not attacked; the reply was %s", context.node_id, kind, done
+                "node %s: inconclusive (not a pass), because the audit does not attack arrays in a reply to %s; the "
+                "reply was %s",
+                context.node_id,
+                kind,
+                done,
             )
             return Message(withheld, reply_to=message) if strict else reply
         number = int(context.state[KEPT]["uploads"]) if KEPT in context.state else 0

@@ -83,7 +83,7 @@ class GuardFilter(DXOFilter):
     def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
         """A part of the upload, unchanged; LeakError if it is withheld."""
         if self._before is None:
-            self._not_attacked("weights of a task without initial weights", fl_ctx)
+            self._not_attacked("weights if the task contained no initial weights", fl_ctx)
             return
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
         site = str(fl_ctx.get_identity_name())

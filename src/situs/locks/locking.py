@@ -488,7 +488,8 @@ def _check_layout(
             )
             raise SitusError(
                 f"{folder}: {name} {now}, but was locked with dtype {old[name].dtype} and shape "
-                f"{list(old[name].shape)}; the key fits only the dtype and shape at the lock",
+                f"{list(old[name].shape)}; the key fits only the dtype and shape that this tensor had when "
+                "it was locked",
                 field="retrained",
             )
 

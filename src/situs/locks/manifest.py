@@ -89,13 +89,13 @@ class Manifest:
         for name in ("layout", "fingerprint", *(("hmac",) if self.hmac else ())):
             _digits(name, getattr(self, name), CODE_DIGITS)
         for name, digest in (self.shards | self.files).items():
-            _digits(f"the code of {name[:80]!r}", digest, CODE_DIGITS)
+            _digits(f"the authentication code of {name[:80]!r}", digest, CODE_DIGITS)
             if not _FILE_NAME.fullmatch(name) or name == NAME:
                 raise SitusError(f"{name[:80]!r} is not the name of a file in this folder")
         if not self.shards or self.shards.keys() & self.files.keys():
             raise SitusError("it names no weight file, or names a file twice")
         for name, entry in self.tensors.items():
-            _digits(f"the code of {name[:80]!r}", entry.code, CODE_DIGITS)
+            _digits(f"the authentication code of {name[:80]!r}", entry.code, CODE_DIGITS)
             if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
                 raise SitusError(f"{name[:80]!r} has an invalid dtype or shape")
         if self.layout != layout_of(self.specs()):
@@ -122,7 +122,7 @@ class Manifest:
 
 
 def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
-    _digits("the code of the withheld tensors", withheld.header, CODE_DIGITS)
+    _digits("the authentication code of the withheld tensors", withheld.header, CODE_DIGITS)
     names = set(withheld.tensors)
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
         raise SitusError("its list of withheld parts does not match its list of tensors")

@@ -156,7 +156,7 @@ def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequen
 
     curve: what the name curve stands for."""
     if not defences:
-        raise SitusError(field="defences", value=(), allowed="one or more names (none: no defence)")
+        raise SitusError(field="defences", value=(), allowed="one or more names (the name none means: no defence)")
     named = [text for defence in defences for text in (curve if defence == "curve" else (defence,))]
     try:
         parsed = dict.fromkeys(parse_veil(text, permute) for text in named)

@@ -417,7 +417,7 @@ def class_figures(
     names = [f"{row['class']} ({row['count']:,})" for row in rows]
     return (
         Figure("classes", f"For each class: the share of its {things} that are recognised{model}.", "figures.bars",
-               (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
+               (right, f"recognised {things} of the class, %"), {"digits": ".1f"}),
         Figure(
             "confusion",
             f"How the {things} of each true class are predicted, in percent{model}. The diagonal shows right answers.",

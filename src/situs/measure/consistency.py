@@ -108,7 +108,7 @@ class Shuffled:
         kinds = self.backbone.positions().kinds
         parts = {
             "table": "a zero vector instead of its position embedding",
-            "rotary": "no rotation (like the top-left corner in a rotary model)",
+            "rotary": "no rotation (as if its coordinates were 0)",
             "bias": "no relative bias",
         }
         return (

@@ -264,9 +264,10 @@ def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
     names = beside or loader.classes or ()
     known = model.classes or ()
     if names != known:
-        pair = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), None)
+        pairs = enumerate(zip(known, names, strict=False))
+        pair = next(((number, *pair) for number, pair in pairs if pair[0] != pair[1]), None)
         counts = f"the data has {len(names)} classes, but the model has {len(known)}"
-        difference = f"class {pair[0]!r} of the model is {pair[1]!r} in the data" if pair else counts
+        difference = f"class {pair[0]} is {pair[1]!r} in the model, but {pair[2]!r} in the data" if pair else counts
         raise SitusError(
             f"{loader.source.name}: its classes differ from those of {model.name}: {difference}", field="data"
         )

@@ -14,7 +14,7 @@ _MJP = "the method mjp-official follows the published code"
 RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
     "mp3": {
         "cls": ("always", "CLS is always in the context"),
-        "window": (0, "the method offsets has the window"),
+        "window": (0, "use the method offsets, which has a window"),
     },
     "droppos": {
         "mae_weight": (0.0, _PIXELS),

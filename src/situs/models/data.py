@@ -268,10 +268,10 @@ def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) ->
             f"{loader.source.name}: the data is {here}, but {model.name} is a {trained} model", field="data"
         )
     if model.classes is not None and model.classes != classes:
-        pairs = zip(model.classes, classes, strict=False)
-        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        pairs = enumerate(zip(model.classes, classes, strict=False))
+        first = next(((number, *pair) for number, pair in pairs if pair[0] != pair[1]), None)
         counts = f"the data has {len(classes)} classes, but the model has {len(model.classes)}"
-        difference = f"class {first[0]!r} of the model is {first[1]!r} in the data" if first else counts
+        difference = f"class {first[0]} is {first[1]!r} in the model, but {first[2]!r} in the data" if first else counts
         raise SitusError(
             f"{loader.source.name}: its classes differ from the classes that {model.name} was trained on: {difference}",
             field="data",

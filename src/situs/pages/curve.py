@@ -10,8 +10,9 @@ from situs.report.html import Page, Section
 
 READ = (
     "Each row shows a defence at one strength, and the attack that recovered most there. All attacks know the defence "
-    "and its strength. If the reason is known, the last column says why this attack recovered no more, or why no "
-    "attack was run. An attack that failed, was stopped, was not run or does not apply does not prove privacy. Exact "
+    "and its strength. The last column gives the reason, if it is known, why this attack did not recover more, or "
+    "why no attack was run. An attack that failed, was stopped, was not run or does not apply does not prove privacy. "
+    "Exact "
     "means a PSNR above 54.15 dB (a mean error of less than half of one grey level of 255), with every patch at its "
     "position."
 )
@@ -37,7 +38,9 @@ def page(curves: Curves) -> Page:
     if shares and curves.stopped is None:
         strengths = f"{broken} of {counted(len(shares), 'attacked strengths')}"
         page.lead = f"{things.capitalize()} were recovered completely at {strengths}.\n\n{page.lead}"
-    page.number(f"{broken} of {len(shares)}", f"attacked strengths at which {things} were recovered completely")
+    page.number(
+        f"{broken} of {len(shares)}", f"attacked strengths of the defences at which {things} were recovered completely"
+    )
     if things == "images":
         about = Section("").facts(curves.about) if curves.about else Section("")
         page.box("Threat model").facts({**THREAT, **curves.notes}).fold("Attacks and defences", about)

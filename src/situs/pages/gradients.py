@@ -50,14 +50,15 @@ ALONE = "not defined for a single image."
 GATE = (
     "The gate judges the most exposed image. Its verdict holds {scope}. An image counts as 'above' if one of four "
     "things is true. (a) Its recovery is better than a blind guess by more than {psnr:g} dB of PSNR or {ssim:g} of "
-    "SSIM. (This is the best PSNR after changes of gain and offset, flips, shifts and a reduction to two levels.) (b) "
+    "SSIM. (For this PSNR, the recovered image is changed to fit best: by gain, offset, flips, shifts and a reduction "
+    "to two levels.) (b) "
     "More of its patches are at their true position than chance explains. (c) The image is re-identified more often "
     "than by chance. (d) It exceeds your limit. If an image is 'above', the gate fails. A pass has four conditions. "
-    "(1) No image is 'above', and none would be if its label were the least likely one. (2) The upload contains "
+    "(1) No image is 'above', neither with its true label nor with the least likely label. (2) The upload contains "
     "noise. (3) A closed-form attack solved every image, and the errors of its equations are no larger than noise and "
-    "rounding explain. (4) The oracle (a bound that knows the image) also stays within the margins. In all other cases "
-    "the gate is inconclusive (not a pass). An attack that searches for the image (such as `matching`) can make the "
-    "gate fail, but alone it never makes the gate pass."
+    "rounding explain. (4) The oracle (a bound that is computed with the true image) also stays within the margins. In "
+    "all other cases the gate is inconclusive (not a pass). An attack that searches for the image (such as `matching`) "
+    "can make the gate fail, but alone it never makes the gate pass."
 )
 
 ONLY = "and only against the attacks of this page. Other attacks may do better"
@@ -65,8 +66,8 @@ ONLY = "and only against the attacks of this page. Other attacks may do better"
 
 NEXT = """
 Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch size.
-A small change can be enough: one model passed the gate, but after a change of its head alone, an audit recovered
-recognisable images. Only a pass has the exit status 0, so CI stops in all other cases:
+Even a small change can make images recoverable: one model passed the gate, but after a change of its head alone, an
+audit recovered recognisable images. Only a pass has the exit status 0, so CI stops in all other cases:
 """
 
 FURTHER = """

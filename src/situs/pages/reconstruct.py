@@ -47,7 +47,7 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the fraction of correct predictions. Mean error: the mean distance between the predicted and the true "
-    "position. Positions left empty: the fraction of the shown patches' true positions at which the model "
+    "position. Positions left empty: of the true positions of the shown patches, the fraction where the model "
     "placed no patch."
 )
 

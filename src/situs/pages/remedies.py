@@ -12,8 +12,8 @@ READ = (
     "A setting passes the gate of an audit only if five conditions hold. (1) The upload contains noise. (2) A "
     "closed-form attack that knows the defence solved every image. (3) The errors of the attack's equations are no "
     "larger than the given noise and rounding explain. (4) No recovered image exceeds the limit, or is better than "
-    "blind guesses by more than the gate's margins. (5) The oracle (a bound that knows the image) also stays within "
-    f"the limit and the margins. The pass holds {SCOPE}. An inconclusive gate is not a pass."
+    "blind guesses by more than the gate's margins. (5) The oracle (a bound that is computed with the true image) also "
+    f"stays within the limit and the margins. The pass holds {SCOPE}. An inconclusive gate is not a pass."
 )
 
 PAID = (

@@ -62,7 +62,7 @@ def page(audit: TextAudit) -> Page:
         words = max(row.shares["words"] for row in attacked)
         count = f"{best.whole} of {counted(len(best.reads), 'sentences')}"
         tokens = f"{percent(best.shares['tokens'], 0)} of the tokens at their position"
-        known = f"the words of {percent(words, 0)} of the tokens"
+        known = f"the words, with or without their position, of {percent(words, 0)} of the tokens"
         server = audit.threat.server[:1].upper() + audit.threat.server[1:]
         page.lead = f"{server} recovered from one step: {count} word for word, {tokens}, and {known}.\n\n{page.lead}"
     for row in attacked[:3]:
@@ -84,10 +84,10 @@ def page(audit: TextAudit) -> Page:
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens that the attacker "
         "knows to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked among "
-        "candidates: sentences that were recovered completely, plus sentences that an attacker picks out among "
-        "versions with one word replaced (giving the true sentence a probability above 99 %). A dash "
-        'under "seconds" in an attacked row: for at least one batch there was no new attack, and the result of the row '
-        "above was used."
+        "candidates: sentences that were recovered completely, plus sentences that an attacker picks out. This "
+        "attacker compares the true sentence with copies in which one word is replaced, and gives the true sentence "
+        'a probability above 99 %. A dash under "seconds" in a row with results means: at least one batch was not '
+        "attacked again, and the result of the row above was used."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):

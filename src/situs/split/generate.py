@@ -169,7 +169,9 @@ def open_writer(
     veil = parse_veil(defence)
     if veil.kind not in ("none", "noise"):
         raise SitusError(
-            field="defence", value=defence, allowed="none or noise=σ, because tokens are hidden one at a time"
+            field="defence",
+            value=defence,
+            allowed="none or noise=σ, because here the defence changes one token at a time",
         )
     if call is None:
         yield _here(model, veil)

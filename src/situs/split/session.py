@@ -103,7 +103,7 @@ class Session:
         self._check_kind(message.kind)
         if message.kind in READING:
             if message.facts.get("commit") is not None:
-                raise RefusedError(f"a message of the kind {message.kind} must not carry a commit")
+                raise RefusedError(f"a message of the kind {message.kind} must not end a training step (commit)")
             return self._read(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
         key = message.kind, step, part
@@ -153,8 +153,8 @@ class Session:
             }.get(kind, False)
             early = coming and (step == self.step or (step == self.step + 1 and ready))
             raise RefusedError(
-                f"the message {kind} of step {step}, part {part}{' with a commit' if carries else ''} arrived while "
-                f"this session is at step {self.step} with {self.backwards} of {self.forwards} parts done",
+                f"the message {kind} of step {step}, part {part}{' with a commit' if carries else ''} is out of order: "
+                f"this session is at step {self.step}, and {self.backwards} of its {self.forwards} parts are done",
                 "early" if early else "step",
             )
 

@@ -195,7 +195,8 @@ class StudyList:
         run = sum(result.study.runs for result in self.studies.values())
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
-            f"{len(self.studies)} tables and figures; {run} of them can be run. GPU hours are given for {machine} and "
+            f"{len(self.studies)} tables and figures; the experiments of {run} of them can be run. GPU hours "
+            f"are given for {machine} and "
             'one seed (~ marks an estimate). The columns "the paper\'s numbers" and "ours" show how many such numbers '
             "each table or figure has, and the range of the numbers in its first column or first plot."
         )

@@ -251,7 +251,7 @@ def described_set(requested: RunConfig, config: RunConfig, loader: Loader) -> It
         yield f"{held_out} and never trained on (data.held_out sets the fraction; 0 trains on all)"
     if config.data.batch is None and loader.global_batch < BATCH:
         updates = f"{counted(loader.steps_per_epoch, 'updates')} per epoch"
-        yield f"batch {loader.global_batch}, because the set is small: {updates} (data.batch)"
+        yield f"batch {loader.global_batch}, because the set is small; this gives {updates} (data.batch sets the batch)"
 
 
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:

@@ -180,15 +180,15 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         notes.append(
             "The model was trained without positions. Its "
             f"{' and '.join(map(_WORDS.__getitem__, erased))} {verb(len(erased), 'were')} not trained, "
-            f"so the entries of the {'words' if sentences else 'patches'} are zero in this export"
+            f"so this export contains zeros as the entries of the {'words' if sentences else 'patches'}"
             f"{'' if remaining else ', and the forward pass of the library gives the trained features'}. "
             f"{_GIVE_WORDS if sentences else _GIVE}"
         )
     if remaining:
         notes.append(
             "The model was trained without positions. But the forward pass of the library (timm or transformers) still "
-            f"applies the {' and '.join(map(_WORDS.__getitem__, remaining))}, which is not a weight that could "
-            "be set to zero. Therefore the library's forward pass does not give the trained features. The "
+            f"applies the {' and '.join(map(_WORDS.__getitem__, remaining))}, because an export can set only "
+            "weights to zero. Therefore the library's forward pass does not give the trained features. The "
             "command `situs features` gives them."
         )
     return notes, bool(remaining)

@@ -111,7 +111,7 @@ def shorten_hints(method: Method, total: int) -> str:
         ways += ", smaller images (data.img_size"
         if spec.shape is not None and len(grid) == 2 and min(grid) > 1:
             half = (side // whole * (whole // 2) for side, whole in zip(spec.shape, grid, strict=True))
-            ways += f"={','.join(map(str, dict.fromkeys(half)))}: about a quarter of the time"
+            ways += f"={','.join(map(str, dict.fromkeys(half)))} takes about a quarter of the time"
         ways += ")"
     if "label" not in method.needs_targets:
         return ways

@@ -28,7 +28,7 @@ _Decay = Annotated[float, Within("[0, 1)")]
 class OptimConfig(Checked):
     """AdamW with its schedule, weight decay and clipping."""
 
-    retired: ClassVar = {"ema_warmup": (True, "the average always begins with a smaller decay")}
+    retired: ClassVar = {"ema_warmup": (True, "the average always begins with a smaller decay than `ema`")}
 
     lr: Positive | None = None
     """Peak learning rate. Default: base_lr · global batch / lr_reference."""

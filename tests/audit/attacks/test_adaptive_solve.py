@@ -295,12 +295,12 @@ def test_an_end_that_was_only_held_beside_a_root_is_a_guess_and_no_proof() -> No
     ("open_", "base", "hidden", "fit", "block", "proof", "verdict"),
     [
         (0, 0.0, 2, [0.0], True, None, "left grey"),
-        (0, 1.0, 2, [0.0], True, "because the hidden patches are equal", None),
+        (0, 1.0, 2, [0.0], True, "because the hidden patches are equal to each other", None),
         (0, 1.0, 1, [0.0], True, "because only one patch is hidden", None),
         (2, 1.0, 2, [0.1, 0.2], False, None, "leave 2 directions of each patch open"),
         (2, 1.0, 2, [0.1, SOLVED], True, "every patch agrees", None),
-        (2, 1.0, 2, [0.1, 1.01 * SOLVED], True, None, "do not confirm every patch"),
-        (2, 1.0, 2, [0.1, math.inf], True, None, "do not confirm every patch"),
+        (2, 1.0, 2, [0.1, 1.01 * SOLVED], True, None, "do not confirm that every patch"),
+        (2, 1.0, 2, [0.1, math.inf], True, None, "do not confirm that every patch"),
     ],
 )
 def test_a_solution_is_proved_only_if_every_patch_fits(

@@ -152,7 +152,7 @@ def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_
     assert found.trained is not None
     assert found.trained.strength == pytest.approx(0.125, rel=0.05)
     note = found.summary().notes[0]
-    assert f" {found.trained} (σ relative to the run's tokens" in note and "received less noise" in note
+    assert f" {found.trained} (the unit of σ is the" in note and "received less noise" in note
     other = audit_split(replace(run, facts={"defence": "lowpass=0.3", "defence_scale": 1.0}), source(), **asked)
     assert other.summary().notes[0].endswith("This audit did not test that defence.")
     assert audit_split(opened, source(), **asked).trained is None

@@ -106,20 +106,27 @@ def test_every_attacker_has_a_row_and_the_first_names_the_setting() -> None:
 @pytest.mark.parametrize(
     ("trained", "tested", "said"),
     [
-        ("noise=1", [1.0], "noise=1 (σ relative to the run's tokens after training)."),
-        ("noise=1", [0.5, 1.01], "noise=1 (σ relative to the run's tokens after training)."),
+        ("noise=1", [1.0], "noise=1 (the unit of σ is the standard deviation of the run's tokens after training)."),
+        (
+            "noise=1",
+            [0.5, 1.01],
+            "noise=1 (the unit of σ is the standard deviation of the run's tokens after training).",
+        ),
         (
             "noise=0.5",
             [0.25, 0.51],
             (
-                "noise=0.5 (σ relative to the run's tokens after training). In that training, the server received less "
-                "noise than in the strongest setting of this page."
+                "noise=0.5 (the unit of σ is the standard deviation of the run's tokens after training). In that "
+                "training, the server received less noise than in the strongest setting of this page."
             ),
         ),
         (
             "noise=1",
             [],
-            "noise=1 (σ relative to the run's tokens after training). This audit did not test that defence.",
+            (
+                "noise=1 (the unit of σ is the standard deviation of the run's tokens after training). This audit did "
+                "not test that defence."
+            ),
         ),
         ("lowpass=0.5", [3.0], "lowpass=0.5. This audit did not test that defence."),
     ],
@@ -233,7 +240,7 @@ def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
         audit(one)
     )
     patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
-    assert "the server recovers patches but not their positions (PSNR of patches at any position 24.0 dB, " in verdict(
+    assert "the server recovers patches but not their positions (PSNR 24.0 dB if a patch may be at any " in verdict(
         audit(patches)
     )
 

@@ -178,10 +178,10 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     ("verdicts", "cut", "gap", "stopped"),
     [
         ([None, None, None], 0, None, None),
-        (["b", "a", None], 0, "2 texts without a certificate, such as: b", None),
-        (["b", "a", "a"], 0, "3 texts without a certificate, such as: a", None),
-        (["", None, None], 1, "1 text without a certificate, such as: the search was stopped", "2 of 3 texts"),
-        ([None, "a"], 0, "1 text without a certificate, such as: a", "2 of 3 texts"),
+        (["b", "a", None], 0, "for 2 texts, not every word is proved right: b", None),
+        (["b", "a", "a"], 0, "for 3 texts, not every word is proved right: a", None),
+        (["", None, None], 1, "for 1 text, not every word is proved right: the search was stopped", "2 of 3 texts"),
+        ([None, "a"], 0, "for 1 text, not every word is proved right: a", "2 of 3 texts"),
         ([None, None], 1, None, "1 of 3 texts"),
     ],
 )

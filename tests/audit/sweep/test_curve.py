@@ -119,7 +119,7 @@ def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_
     assert (
         both.by == "patchembed"
         and both.values["worst"] == 24.0
-        and "no strength with finished attacks brings" in said(both)
+        and "no strength at which the attacks finished and" in said(both)
     )
     assert "below 20 dB at 1." in said(point(mean))
     for cut in (point(_pair("tokens", [15.0], "1 of 2 images")), point(mean, undone=(("tokens", "none"),))):

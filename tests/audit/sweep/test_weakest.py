@@ -101,7 +101,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
         assert by[name].named is None and "not a pass" in by[name].reason, name
-    said = "images exceed the limit at settings up to bf16; from int8 on, the result is inconclusive (not a pass): "
+    said = "images still exceed the limit at bf16; from int8 on, the result is inconclusive (not a pass): "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "attackers that know the defence. A setting to which nothing" not in found.summary().sentence
     assert (
@@ -176,12 +176,12 @@ def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(
         (["passed"] * 3, "0", "no weaker setting was tried"),
         (["above", "passed", "passed"], "1", ""),
         (["inconclusive", "passed", "passed"], "1", "the next weaker setting is inconclusive"),
-        (["above"] * 3, None, "images exceed the limit at every setting, up to the strongest (2)"),
+        (["above"] * 3, None, "images exceed the limit even at the strongest setting (2)"),
         (["inconclusive"] * 3, None, "from 0 on, the result is inconclusive (not a pass): why 0"),
         (
             ["above", "above", "inconclusive"],
             None,
-            "images exceed the limit at settings up to 1; from 2 on, the result is inconclusive (not a pass): why 2",
+            "images still exceed the limit at 1; from 2 on, the result is inconclusive (not a pass): why 2",
         ),
     ],
 )
@@ -310,9 +310,7 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
     by = {trial.setting: trial.answer for trial in each.tried}
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
-    assert each.reason.startswith(
-        f"stopped before a setting was found; images exceed the limit at settings up to {last}"
-    )
+    assert each.reason.startswith(f"stopped before a setting was found; images still exceed the limit at {last}")
     assert "0 defences finished" in str(stopped) and each.reason in make_page(stopped).render()
 
 

@@ -126,7 +126,7 @@ def test_repetitions_of_a_first_word_count_only_where_another_word_follows(
         (
             {"spans": [(None, 1)]},
             Step(),
-            "the batch has too many tokens (LoRA's products have only 4 channels), so every word fits",
+            "the batch has too many tokens (LoRA reduces a token to only 4 channels), so every word fits",
         ),
     ],
 )

@@ -216,7 +216,7 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
         ("qwen3", "all", 1, "rotations inside the attention"),
         ("one block", "all", 1, "the model has fewer than two blocks"),
         ("few channels", "all", 1, "word embedding has fewer channels than its blocks"),
-        ("narrow", "all", 1, r"too few channels \(16\), neurons \(64 a block\) or ranks of LoRA"),
+        ("narrow", "all", 1, r"too few channels \(16\), too few neurons \(64 per block\), or too low"),
         ("bert", "nothing", 1, "the gradient of a later block or of a classifier, and neither is sent"),
         ("electra", "head", 1, "an activation before the classifier that is linear near 0"),
     ],

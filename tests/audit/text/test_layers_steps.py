@@ -202,7 +202,7 @@ def test_more_tokens_than_loras_channels_are_a_reason(tmp_path: Path) -> None:
     truth = sentences(made, *TEXTS)
     recovered = attack(made, truth, FedAvg(1, 0.01))
     assert not recovered.sentences and not recovered.words
-    assert "too many tokens (LoRA's products have only 8 channels" in str(recovered.reason)
+    assert "too many tokens (LoRA reduces a token to only 8 channels" in str(recovered.reason)
 
 
 def test_after_two_steps_the_three_downs_name_words_beyond_the_rank_of_one(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_after_two_steps_the_three_downs_name_words_beyond_the_rank_of_one(tmp_p
     truth = sentences(made, *TEXTS)  # 10 words, 8 channels, 24 rows of ∂down
     recovered = attack(made, truth, FedAvg(2, 0.01))
     assert recovered.words == {word for one in truth for word in one[:-1]}
-    assert not recovered.sentences and "LoRA's products have only 8 channels" in str(recovered.reason)
+    assert not recovered.sentences and "LoRA reduces a token to only 8 channels" in str(recovered.reason)

@@ -157,7 +157,7 @@ def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
     assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
     for gone, said in (
         (["mask"], "column 'label' has the type int64, but masks must be bytes"),
-        (["mask", "label"], "has no column of masks, such as mask, masks, annotation"),
+        (["mask", "label"], "has no column of masks .such as mask, masks, annotation"),
         (["image"], "has no image column"),
     ):
         pq.write_table(pq.read_table(tmp_path / "train-0.parquet").drop(gone), tmp_path / "other.parquet")

@@ -172,7 +172,7 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, 2)[:500], "is not a CIFAR batch"),
         (pickle.dumps(np.dtype("u1"), 2), "is not a CIFAR batch"),
         (pickle.dumps({"data": np.array([{}])}, 2), "list found where bytes are expected"),
-        (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "a memo that is longer"),
+        (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "an index in its pickle memo is larger"),
         (pickle.dumps({"data": np.array(["a"])}, 2), "arrays of 'U1' are not plain numbers"),
         (pickle.dumps({"data": np.array([0], "M8[s]")}, 2), "arrays of 'M8' are not plain numbers"),
         (

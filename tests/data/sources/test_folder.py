@@ -93,7 +93,7 @@ def test_every_ending_of_an_image_is_read_and_files_without_one_by_their_bytes(t
     source = open_source(tmp_path)
     assert [source.key(index) for index in range(len(source))] == sorted(kinds)
     assert all(source.read(index)["image"].shape == (3, 5, 6) for index in range(len(source)))
-    said = "left out 3 (not images, by their names: .txt 2, no ending 1); the first: README"
+    said = "left out 3 (their names are not those of images: .txt 2, no ending 1); the first: README"
     assert source.left_out() == [f"{tmp_path.name}: {said}"]
 
 
@@ -154,7 +154,7 @@ def test_what_the_system_keeps_closed_is_told_and_a_closed_file_is_named_when_it
     files, left_out = walk(tmp_path)
     assert files == ["a/x.png", "c/bare"]
     assert left_out.notes("here") == [
-        "here: left out 1 (not images, by their names: .txt 1); the first: c/other.txt",
+        "here: left out 1 (their names are not those of images: .txt 1); the first: c/other.txt",
         "here: left out 1 (folders that cannot be read); the first: b/",
     ]
     closed.add(tmp_path.name)
@@ -202,7 +202,7 @@ def test_the_five_most_frequent_endings_of_other_files_are_told(tmp_path, kinds)
         for number in range(10 - kind):
             write(tmp_path / "cat" / f"{number}.x{kind}", b"")
     total, listed = sum(10 - kind for kind in range(kinds)), ", ".join(f".x{kind} {10 - kind}" for kind in range(5))
-    said = f"left out {total} (not images, by their names: {listed}); the first: cat/0.x0"
+    said = f"left out {total} (their names are not those of images: {listed}); the first: cat/0.x0"
     assert open_source(tmp_path).notes == [f"{tmp_path.name}: {said}"]
 
 

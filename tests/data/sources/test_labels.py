@@ -93,7 +93,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "row group 0, row 1: class 3 is not among the 3": {"described": NAMED, "labels": [[0], [3]]},
     "row group 0, row 0: class None is not among the 2": {"labels": [["a", None], ["b"]]},
     "row group 1, row 0: column 'bald' contains 7; labels must be 0 and 1": {"bald": [1, 0, 0, 7]},
-    "row group 0, row 2: -1 and 0 are both used beside 1": {"bald": [1, -1, 0]},
+    "row group 0, row 2: the labels contain -1 and 0, but": {"bald": [1, -1, 0]},
     "column 'label' contains one class per image": {"label": [1, 0, 0, 7]},
     "a multi-label set needs a column that contains lists of labels, or columns of 0 and 1": {"name": ["a", "b"]},
     "column 'labels' contains lists of double": {"labels": [[0.5], []]},

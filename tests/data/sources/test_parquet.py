@@ -138,8 +138,8 @@ def test_metadata_without_names_leaves_the_numbers(tmp_path):
 def test_another_shard_must_have_the_same_columns(tmp_path):
     write(tmp_path / "0.parquet", table([0, 1]))
     for other, said in (
-        (table([0], column="cls"), r"1\.parquet: its columns are 'image', 'cls', in 0\.parquet"),
-        (table([0]).drop_columns(["label"]), r"1\.parquet: its columns are 'image', in 0\.parquet 'image'"),
+        (table([0], column="cls"), r"1\.parquet: its columns are 'image', 'cls', but those of 0\.parquet"),
+        (table([0]).drop_columns(["label"]), r"1\.parquet: its columns are 'image', but those of 0\.parquet are"),
         (table([0]).drop_columns(["image"]), r"1\.parquet: has no image column"),
         (pa.table({"image": table([0])["image"], "label": ["a"]}),
          r"1\.parquet: column 'label' has the type string, but labels must be integers"),

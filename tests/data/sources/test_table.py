@@ -105,10 +105,10 @@ def test_each_split_may_have_its_table_and_the_classes_are_those_of_training(tmp
 
 
 MISTAKES = {
-    "file,red,green\na.png,1,2\nb.png,0,0\n": "labels.csv, line 2: '2' of 'green' is not a label; a "
-    "label must be 0 or 1",
+    "file,red,green\na.png,1,2\nb.png,0,0\n": "labels.csv, line 2: '2' of 'green' is not a label; labels "
+    "must be 0 and 1",
     "file,red\na.png,yes\nb.png,0\n": "labels.csv, line 2: 'yes' of 'red' is not a label",
-    "file,red\na.png,0\nb.png,-1\n": "labels.csv, line 3: -1 and 0 are both used beside 1",
+    "file,red\na.png,0\nb.png,-1\n": "labels.csv, line 3: the labels contain -1 and 0, but",
     "file,red\n\na.png,1\nb.png,0\nc.png,0\n": "labels.csv, line 5: there is no image 'c.png' below",
     "file,red\na.png,1\n": "b.png: has no line in labels.csv",
     "file,red\na.png,1\nb.png,1\na.png,1\n": "labels.csv, line 4: 'a.png' is in line 2 already",
@@ -116,7 +116,7 @@ MISTAKES = {
     "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 label for 2 classes",
     "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: put all class names into one",
     "file,labels\na.png,\nb.png,\n": "labels.csv: names no class in any line",
-    "file\na.png\n": "labels.csv, line 1: must be a heading: the column of files, then",
+    "file\na.png\n": "labels.csv, line 1: must be a heading: first the name of the column",
     "file,red\n": "labels.csv: has no line for any image",
     "": "labels.csv, line 1: must be a heading",
 }

@@ -109,7 +109,7 @@ def test_members_that_are_no_images_are_counted(tmp_path):
     source = open_source(tmp_path, labels=False)
     assert len(source) == 1
     assert source.notes == [
-        f"{tmp_path.name}: left out 2 (not images, by their names: .json 1, .png 1); the first: a.json"
+        f"{tmp_path.name}: left out 2 (their names are not those of images: .json 1, .png 1); the first: a.json"
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     with pytest.raises(SitusError, match=r"'a\.cls' occurs twice, as 0 and as 1"):
         open_source(file)
     write(file, once + packed({"c.cls": b"0"})[: EACH + end])
-    assert open_source(file).notes == ["x: left out 1 (not images, by their names: .cls 1); the first: c.cls"]
+    assert open_source(file).notes == ["x: left out 1 (their names are not those of images: .cls 1); the first: c.cls"]
 
 
 def test_a_negative_class_number_is_refused(tmp_path):

@@ -57,7 +57,7 @@ def test_the_first_screen_has_the_fewest_bits_and_what_was_not_tried() -> None:
     assert (bits, of) == (f"{two.bits:.0f} of 256", "bits left at most, after the attacks no-base; images")
     assert untried == "activations, public-base, drifted-base"
     assert f"The strength is at most {two.bits:.0f} bits (of 256)" in audit.verdict
-    assert "the most successful of these attackers: no-base; images." in audit.verdict
+    assert "remain unknown to the most successful of these attackers: no-base; images." in audit.verdict
     assert "The true key was not given, so this audit does not judge the results of: labels." in audit.verdict
     none = LockAudit("m", (64,), 0, ())
     assert none.summary().numbers[0] == ("no strength", "inconclusive (not a pass)")

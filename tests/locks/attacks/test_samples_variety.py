@@ -105,7 +105,9 @@ def test_samples_are_enough_from_their_bounds_on(
 ) -> None:
     found = Variety(tuple(range(count))).doubt(directions, stability, 64)
     assert found.startswith(said) and bool(found) == bool(said)
-    assert not said or f"; give {more} photographs or more, all different and similar to the training" in found
+    assert (
+        not said or f"; give {more} photographs or more that differ from each other and resemble the training" in found
+    )
 
 
 def test_values_that_no_training_had_are_said() -> None:

@@ -51,7 +51,7 @@ def test_a_row_for_each_finding_around_and_for_each_module_inside() -> None:
 
 def test_what_holds_is_counted_and_its_largest_error_named() -> None:
     said = WHOLE.summary()
-    assert WHOLE.worst == 1e-3 and "error of a law that holds is 1.0e-03 (tolerance" in said.sentence
+    assert WHOLE.worst == 1e-3 and "error of all laws that hold is 1.0e-03 (tolerance" in said.sentence
     assert "In bfloat16" in said.sentence and "1e-10" in said.sentence and "5e-02" in said.sentence
     assert said.numbers == (("3 of 8", "checks in which the law holds without keyed weights"),)
     assert (WHOLE.tone, WHOLE.mark) == ("good", "The blocks obey the row law and the column law")
@@ -103,7 +103,7 @@ def test_why_a_law_is_refused(exact: float, own: float, said: str) -> None:
     assert made._why(errors, LIMITS, parts, "row") == said
     if exact > 1e-10:
         assert made._why(errors, LIMITS, parts, "column") == "the law first fails in early: Linear"
-        assert made._why(errors, LIMITS, parts[1:], "column").endswith("in each module, but fails between them")
+        assert made._why(errors, LIMITS, parts[1:], "column").endswith("in the operations between the modules")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,13 @@ def test_why_a_law_is_refused(exact: float, own: float, said: str) -> None:
             "a key that leaves one axis of a tensor unpermuted also passes the test, so the test proves nothing",
         ),
         (0.0, 0.5, None, "refused", "there is no negative control, so the test proves nothing"),
-        (1.1e-10, 0.5, 0.5, "refused", "the law holds in each module, but fails between them"),
+        (
+            1.1e-10,
+            0.5,
+            0.5,
+            "refused",
+            "the law holds in each tested module, but fails in the operations between the modules",
+        ),
     ],
 )
 def test_the_verdict_on_columns_at_its_bounds(

@@ -181,7 +181,11 @@ def test_the_first_screen_has_four_measures_with_what_they_were_measured_on() ->
     shown, rows = whole.summary().numbers, whole.summary().tables[-1].rows
     assert [label.partition(",")[0] for _, label in shown] == ["top-1", "mCE", "mCE", "ImageNet-A"]
     assert shown[0] == ("80.0 %", "top-1, clean, val, 400 images")
-    assert list(rows[-1]) == ["ImageNet-O, AUPR", "40.0 %", "1,500 anomalies against 4,500 of normal; chance 25.0 %"]
+    assert list(rows[-1]) == [
+        "ImageNet-O, AUPR",
+        "40.0 %",
+        "1,500 anomalous images and 4,500 normal images of normal; chance 25.0 %",
+    ]
     assert list(rows[3])[2] == "a, 80 images; top-1 among its 20 classes"
     best = replace(found(count=50_000), published="c")
     assert best.summary().tables[-1].rows[2][2] == "comparable with published models"

@@ -240,8 +240,8 @@ def first_block(block: Block | str, stem: Stem, upload: Gradients, hidden: Tenso
         if name not in upload:
             return f"the gradient of {name} is not sent"
         if not Span.exists(upload[name], tokens):
-            many = f"there are at least as many tokens ({tokens}) as the gradient of {name} has directions"
-            return f"{many}, so every token lies in its span"
+            few = f"the gradient of {name} has no more directions than there are tokens ({tokens})"
+            return f"{few}, so every token lies in the span of this gradient"
         spans.append(Span(upload[name], tokens))
     table = table_rows(dict(block.backbone.named_parameters())[stem.table], stem)
     base = torch.where(hidden.unsqueeze(-1), block.base - table + unknown.to(table), block.base)
@@ -734,7 +734,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock | str) -> dict[
     if not len(partly.z) and not partly.base[partly.hidden].any():
         verdict = "the signal of the hidden patches is weaker than rounding and noise, so these patches are left grey"
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
-        proof = "every patch is determined, because the hidden patches are equal up to rounding and noise"
+        proof = "every patch is determined, because the hidden patches are equal to each other up to rounding and noise"
     elif not len(partly.z):
         proof = "every patch is determined, because only one patch is hidden"
     elif isinstance(block, str):
@@ -745,7 +745,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock | str) -> dict[
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:
-        verdict = "for some images the gradients of the first block do not confirm every patch"
+        verdict = "for some images, the gradients of the first block do not confirm that every patch is right"
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),

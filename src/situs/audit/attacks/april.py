@@ -165,7 +165,7 @@ class AprilOptimisation(Matching):
         "like the attack `matching`, but the loss also includes the cosine distance of the position table's gradient"
     )
     name: ClassVar[str] = "april-optimisation"
-    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
+    about: ClassVar[str] = "gradient matching with an extra loss term for the gradient of the position table"
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)

@@ -240,7 +240,7 @@ class Attack(ABC):
             )
         if cls.closed_form:
             return (
-                "if the residual of its equations is small: that the attack succeeded. Under noise, a small residual "
+                "that the attack succeeded, if the residual of its equations is small. Under noise, a small residual "
                 "also proves that no other attack can recover more from these equations"
             )
         return "nothing, because a failed search may have missed the images"

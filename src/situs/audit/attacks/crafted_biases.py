@@ -86,9 +86,10 @@ class ChosenBiases(CraftedAttack[Spread]):
 
     name: ClassVar[str] = "crafted-biases"
     about: ClassVar[str] = (
-        "the server crafts the frozen weights, so that gradients of biases before a curved activation reveal pixels"
+        "the server crafts the frozen weights, so that gradients of biases before a smooth activation (such as GELU) "
+        "reveal pixels"
     )
-    needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
+    needs: ClassVar[str] = "biases of the MLPs' first layers, before a smooth activation (such as GELU, not ReLU)"
     difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
     separated: ClassVar[str] = "by the threshold; another round with another threshold may read the other images"
 

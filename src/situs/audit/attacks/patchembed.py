@@ -622,7 +622,7 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
         return (
             f"there are more patches ({patches}) than channels ({backbone.dim}), so the system is "
             "under-determined. The solution of least norm is shown"
-            + ". But if only one solution has a byte (0 to 255) in every pixel, this solution is shown"
+            + ". But if only one solution has whole numbers from 0 to 255 in all pixels, this solution is shown"
             * (known.normalisation is not None)
         )
     return None
@@ -633,8 +633,8 @@ class PatchEmbedding(Attack):
 
     needs: ClassVar[str] = "gradients of the patch embedding and of a learned position table"
     difference: ClassVar[str] = (
-        "puts the position table's gradient into the equation of the patch embedding, which holds for any block. "
-        "APRIL puts this gradient into the equation of the first attention"
+        "puts the position table's gradient into the equation of the patch embedding. This equation holds for any "
+        "kind of block. APRIL puts the table's gradient into the equation of the first attention"
     )
     measured: ClassVar[str] = "benchmarks/gradients.py"
     name: ClassVar[str] = "patchembed"

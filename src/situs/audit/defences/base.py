@@ -34,7 +34,7 @@ THREAT = {
     "who": "an honest-but-curious server (or a reader of its traffic) in federated or distributed training",
     "sees": "the gradients or the weight update of one client's step, by parameter name",
     "knows": "the architecture, the weights before the step, the normalisation of images, the loss and "
-    "the defence. Attacks against noise also know some other images of the same kind",
+    "the defence. Attacks that remove noise also know some other images of the same kind",
     "does not know": "the images and the labels. The attacker assumes only that every pixel value is a byte (0 to "
     "255). The closed-form attacks need no labels; gradient matching infers the labels from the "
     "classifier's gradient",

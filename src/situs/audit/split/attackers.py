@@ -160,7 +160,7 @@ LAYOUT_NEEDS = 100
 CHANNELS_NEED = 16
 """The fewest samples that tell channels apart without a prefix token, on the model tried."""
 
-OFTEN = f"{SENDINGS} uploads of each sample under noise or a batch shuffle"
+OFTEN = f"against noise or a batch shuffle, {SENDINGS} uploads of each sample"
 
 
 @dataclass(frozen=True)
@@ -304,12 +304,12 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "order": (order, "the embedding"),
     "old-embedding": (
         old_embedding,
-        f"the embedding before fine-tuning and, under noise, {SENDINGS} uploads of each sample",
+        f"the embedding before fine-tuning; against noise, also {SENDINGS} uploads of each sample",
     ),
-    "no-embedding": (no_embedding, f"nothing except {OFTEN}"),
+    "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
     "decoder": (decoder, "the embedding (this attacker does not undo permutations)"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
-    "linkage": (linkage, f"nothing except {SENDINGS} uploads of each sample under a batch shuffle"),
+    "linkage": (linkage, f"nothing; against a batch shuffle, {SENDINGS} uploads of each sample"),
     "repeats": (repeats, f"the embedding, and {SENDINGS} uploads of each sample"),
     "labels": (labels, "the head; without the head, the attacker cannot name the classes"),
 }

@@ -25,7 +25,7 @@ _number: Callable[[float], str] = "{:.3f}".format
 SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "places": (percent, "patches assigned to their true position, if rows are permuted"),
     "channels": (percent, "the fraction of the key that was recovered, if columns are permuted"),
-    "samples": (percent, "patches assigned to the right sample, if a batch shuffle exchanges them"),
+    "samples": (percent, "patches assigned to the right sample, if a batch shuffle exchanges patches between samples"),
     "linked": (percent, "samples that are re-identified when they are sent a second time"),
     "labels": (
         percent,
@@ -250,7 +250,7 @@ LISTED = 6
 THREAT = {
     "the server": "honest but curious. The server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
-    "it is sent": "each sample once, or several times for the attackers whose description says so",
+    "it is sent": "each sample once; for some attackers several times, as their descriptions say",
     "TLS": "TLS protects against third parties, but not against the server",
     "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
     "run may still succeed",
@@ -374,7 +374,11 @@ class SplitAudit(Report):
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        relative = " (σ relative to the run's tokens after training)" if trained.kind == "noise" else ""
+        relative = (
+            " (the unit of σ is the standard deviation of the run's tokens after training)"
+            if trained.kind == "noise"
+            else ""
+        )
         sentence = f"This run was trained with the defence {trained}{relative}"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
@@ -457,7 +461,10 @@ def verdict(audit: SplitAudit) -> str:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
         ("labels", "labels inferred from the gradients at the cut"),
-        ("unnamed labels", "samples put into the right class without the head (the attacker cannot name the classes)"),
+        (
+            "unnamed labels",
+            "samples that an attacker without the head groups by class correctly (it cannot name the classes)",
+        ),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)
@@ -480,7 +487,7 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
         figures = {
             SEEN["psnr"]: f" (mean PSNR {mean} dB)",
             SEEN["best psnr"]: f" (PSNR of the most exposed sample {best} dB, mean {mean} dB)",
-            SEEN["patch psnr"]: f" (PSNR of patches at any position {patch} dB, of whole pictures {mean} dB)",
+            SEEN["patch psnr"]: f" (PSNR {patch} dB if a patch may be at any position, {mean} dB for whole pictures)",
         }
         conclusion += figures.get(conclusion, f" {mean} dB")
     parts = [conclusion]

@@ -63,9 +63,9 @@ THREAT = {
     "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
     "that it receives",
     "sees": "the hidden state of every word at the cut, separately for each text, and thus how many words a text has",
-    "knows": "the model (with a base: only the model before fine-tuning), the tokeniser, the number of blocks that "
-    "the client keeps, the defence and its strength, the number format of the states, and public texts of the same "
-    "kind",
+    "knows": "the model (if a base model is given: only this base, the model before fine-tuning), the "
+    "tokeniser, the number of blocks that the client keeps, the defence and its strength, the number format of the "
+    "states, and public texts of the same kind",
     "does not know": "the texts, the key of permuted columns, and the order of permuted rows",
     f"attack {PROMPTS}": "the attacker runs candidates for each word through the client's blocks, the likeliest "
     "first. A candidate is accepted if its hidden state equals the state that was sent, up to "
@@ -74,7 +74,10 @@ THREAT = {
     "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
 
-REFUSED = "this audit attacks permuted rows of text only at depth 0; the words may still be readable"
+REFUSED = (
+    "if the rows (tokens) of a text are permuted, this audit attacks them only at depth 0. At other depths, the words "
+    "may still be readable"
+)
 """Why rows are not attacked behind blocks, which is no protection."""
 
 
@@ -269,8 +272,8 @@ class Prompts:
         proves = "that each accepted word reproduces the state that was sent. The other words may still be readable"
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
-            "candidates are ordered by the likelihood of the hidden state, which is learned on public text. There is "
-            "no fixed threshold: a word is accepted if rounding and noise can explain the difference between its "
+            "the likeliest words for a hidden state are tried first. What is likely is learned on public text. There "
+            "is no fixed threshold: a word is accepted if rounding and noise can explain the difference between its "
             "hidden state and the state that was sent. The order of permuted columns is found once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
@@ -381,7 +384,9 @@ class _Trial:
         open_ends = [certificate.verdict for certificate in certificates if not certificate.holds]
         if open_ends:
             most = max(open_ends, key=open_ends.count) or "the search was stopped"
-            remarks.append(Remark("gap", f"{counted(len(open_ends), 'texts')} without a certificate, such as: {most}"))
+            remarks.append(
+                Remark("gap", f"for {counted(len(open_ends), 'texts')}, not every word is proved right: {most}")
+            )
         cut = sum(reading.cut is not None for reading in self.readings)
         status = "done" if (whole := len(self.reads) - cut) == asked else "stopped"
         if status == "stopped":

@@ -146,7 +146,10 @@ def _ended(line: Line, curves: Curves) -> str:
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
     below = f"the PSNR of the most exposed image is below {FAILED:g} dB at {', '.join(low)}"
     if not low:
-        below = f"no strength with finished attacks brings the PSNR of the most exposed image below {FAILED:g} dB"
+        below = (
+            "there is no strength at which the attacks finished and the PSNR of the most exposed image is below "
+            f"{FAILED:g} dB"
+        )
     return f"{name} {kept}; {below}{cut}."
 
 

@@ -92,7 +92,9 @@ class Search:
         """What the gate says of a setting on these images; of a batch, on as many as make whole ones."""
         if self.deadline.spent():
             raise StoppedError
-        self.deadline.say(f"{rung.label}: {counted(len(test), 'images')}{' that the search has not seen' * unseen}")
+        self.deadline.say(
+            f"{rung.label}: attacking {counted(len(test), 'images')}{' that the search has not seen' * unseen}"
+        )
         part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
         few, quick = part_of(part, slice(0, rung.step.batch)), self.attacks[:1]
         judged = None
@@ -159,10 +161,7 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
     parts = ["stopped before a setting was found"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
-    parts += [
-        f"images exceed the limit at settings up to {last}"
-        for last in [r.label for r in rungs if r.label in above][-1:]
-    ]
+    parts += [f"images still exceed the limit at {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
     parts += [
         f"{first} passed on the images of the search" for first in [r.label for r in rungs if r.label in passed][:1]
@@ -183,9 +182,9 @@ def _remark(named: int, weaker: Trial | None, failed: Sequence[Trial]) -> str:
 
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
-        return f"images exceed the limit at every setting, up to the strongest ({rungs[-1].label})"
+        return f"images exceed the limit even at the strongest setting ({rungs[-1].label})"
     reason = f"from {rungs[kept].label} on, the result is inconclusive (not a pass): {seen[kept].reason}"
-    return reason if kept == 0 else f"images exceed the limit at settings up to {rungs[kept - 1].label}; {reason}"
+    return reason if kept == 0 else f"images still exceed the limit at {rungs[kept - 1].label}; {reason}"
 
 
 def part_of(test: TestSet, span: slice) -> TestSet:

@@ -128,8 +128,8 @@ def audit_texts(
         )
     if upload is not None and config.server != StepConfig.server:
         reason = (
-            f"server={config.server}: applies only to computed steps, because a captured upload comes from the weights "
-            "of the given model; remove this option"
+            f"server={config.server}: applies only if Situs computes the step. A captured upload was computed with the "
+            "weights of the given model; remove this option"
         )
         raise SitusError(reason, field=("server", "upload"))
     chosen = _created(defences, TEXT_DEFENCES if upload is None else UPLOAD_DEFENCES)

@@ -374,7 +374,9 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
     if span.tells:
         return None
     plain = span.spans[0][1] is None
-    kind = f"the model has only {channels} channels" if plain else f"LoRA's products have only {span.channels} channels"
+    kind = (
+        f"the model has only {channels} channels" if plain else f"LoRA reduces a token to only {span.channels} channels"
+    )
     if span.rank == 0:
         return f"the noise is too strong, or the batch has too many tokens ({kind})"
     if step.local_steps > 1:

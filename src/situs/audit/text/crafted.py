@@ -253,7 +253,10 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
     elif kind == "values":
         channels = Channels.of(backbone, longest, 2, gates, bins * len(reads))
     if channels.places < 4 or bins < directions or (kind != "neurons" and hidden < 2 * bins):
-        return f"the model has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks of LoRA"
+        return (
+            f"the model has too few channels ({backbone.dim}), too few neurons ({hidden} per block), or too low a "
+            "rank of LoRA"
+        )
     deviation, post = math.sqrt((2 * LARGE**2 + channels.bits + 3) / backbone.dim), blocks[0].form == "post"
     bins //= directions
     return Plan(task, kind, channels, len(embedding), bins, reads, deviation, post, batch, heads, keys + 1)

@@ -248,7 +248,7 @@ class SwinBackbone(TimmBackbone):
 
     entry = "run_grid"
     refusals: ClassVar[dict[str, str]] = {
-        "context": "its windows need every token of the grid as a key",
+        "context": "its window attention needs every token of the grid",
         "take": "its windows and merges need the whole grid",
         "rows": "its windows, shifts and merges depend on the position of a token",
         "depths": "its merges change grid and width, and its final norm fits only the last stage",

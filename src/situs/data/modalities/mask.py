@@ -254,8 +254,8 @@ class MaskRows(MaskReader, ParquetSource):
         images, _ = super().find_columns(file, schema, wanted._replace(labels=False))
         mask = next((name for name in _COLUMNS if name in schema.names), None)
         if mask is None:
-            names = f"such as {', '.join(_COLUMNS[:6])}, but only {', '.join(schema.names)[:200]}"
-            raise DataError(f"{file}: has no column of masks, {names}")
+            names = f"(such as {', '.join(_COLUMNS[:6])}), only the columns {', '.join(schema.names)[:200]}"
+            raise DataError(f"{file}: has no column of masks {names}")
         check_bytes_column(file, schema, mask, "masks")
         return (*images, mask), ()
 

@@ -594,7 +594,7 @@ class Text(Modality):
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
-        return [f"Sentences: at most {self.size(data)[1]} tokens of the tokeniser in this folder"]
+        return [f"Sentences: at most {self.size(data)[1]} tokens each, made by the tokeniser in this folder"]
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:
         """Whether it is a file of text or a folder of tables; with `multi_label` a table is one of labels."""

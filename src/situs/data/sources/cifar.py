@@ -200,7 +200,7 @@ def read_pickled(data: bytes, name: str) -> dict[str, Any]:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if "PUT" in opcode.name and int(argument or 0) > len(data):  # the memo is as long as the largest index
-                raise ValueError("a memo that is longer than the file")
+                raise ValueError("an index in its pickle memo is larger than the file")
         batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(batch, dict):
             raise SitusError(f"contains a {type(batch).__name__} instead of a dict, so it is not a CIFAR batch")

@@ -66,7 +66,7 @@ class LeftOut:
     def notes(self, where: str) -> list[str]:
         """A sentence for each reason."""
         listed = ", ".join(f"{kind} {count}" for kind, count in Counter(self.kinds).most_common(_SHOWN))
-        words = {OTHER: f"not {self.things}, by their names: {listed}"}
+        words = {OTHER: f"their names are not those of {self.things}: {listed}"}
         reasons = [reason for reason in (OTHER, SPECIAL, AGAIN, CLOSED) if reason in self.counts]
         counts = [f"{self.counts[reason]:,} ({words.get(reason, reason)})" for reason in reasons]
         first = [printable(self.first[reason]) for reason in reasons]

@@ -124,7 +124,7 @@ def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], 
         raise DataError(f"{where(row)}: {reason}")
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():
-        both = "-1 and 0 are both used beside 1, but only one of them can mean no; leave unknown values empty"
+        both = "the labels contain -1 and 0, but only one of the two can mean 'no'; leave unknown values empty"
         raise DataError(f"{where(max(minus.argmax(), zero.argmax()))}: {both}")
     return torch.from_numpy(np.where(known, values > 0, VOID).astype(np.int8))
 

@@ -153,8 +153,8 @@ class ParquetSource(EncodedSource):
         usual = COLUMNS[self.kind]
         name = next((name for name in usual if name in schema.names), None)
         if name is None:
-            columns = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
-            raise DataError(f"{file}: has no {self.kind} column, {columns}")
+            columns = f"(one of {', '.join(usual)}), only the columns {', '.join(schema.names)[:200]}"
+            raise DataError(f"{file}: has no {self.kind} column {columns}")
         check_bytes_column(file, schema, name, self.things)
         return (name,), _label_columns(file, schema, wanted)
 
@@ -312,7 +312,7 @@ def _same_columns(files: list[Path], footers: list[_Footer]) -> tuple[tuple[str,
     for file, footer in zip(files, footers, strict=True):
         if (columns := footer.columns + footer.labels) != first:
             listed, others = (", ".join(map(repr, names)) for names in (columns, first))
-            raise DataError(f"{file}: its columns are {listed}, in {files[0].name} {others}")
+            raise DataError(f"{file}: its columns are {listed}, but those of {files[0].name} are {others}")
     return footers[0].columns, footers[0].labels
 
 

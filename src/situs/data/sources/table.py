@@ -143,7 +143,7 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
         form = (
             "the number of files, and line 2 must name the classes"
             if celeba
-            else "a heading: the column of files, then the columns of classes"
+            else "a heading: first the name of the column of files, then the names of the classes"
         )
         raise _wrong(file, 1, f"must be {form}")
     if len({*header}) < len(header):
@@ -181,8 +181,8 @@ def _from_flags(
             raise _wrong(file, line, f"has {counted(len(cells), 'labels')} for {counted(len(header), 'classes')}")
         for name, cell in zip(header, cells, strict=True):
             if (value := _VALUES.get(cell.strip().lower())) is None:
-                allowed = "0 or 1, -1 or 1, or an empty cell"
-                raise _wrong(file, line, f"{cell!r} of {name!r} is not a label; a label must be {allowed}")
+                allowed = "0 and 1, or -1 and 1; an empty cell means unknown"
+                raise _wrong(file, line, f"{cell!r} of {name!r} is not a label; labels must be {allowed}")
             values.append(value)
     table = np.array(values).reshape(-1, len(header))
     return tuple(header), from_flags(table, header, lambda row: f"{file}, line {lines[row]}")

@@ -142,7 +142,7 @@ def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert samples is not None
     doubt = samples.doubt(target.backbone, target.groups)
     if (stages := len(residual_only(target.groups))) > 1:
-        doubt = doubt or f"this attacker tries only the key of the first of the model's {stages} stages"
+        doubt = doubt or f"the model has {stages} stages, but this attacker tries only the key of the first stage"
     more = {"description": samples.description, "truth": target.truth, "seed": config.seed}
     return [replace(recover_with_samples(target.backbone, target.groups, samples.batches, **more), doubt=doubt)]
 
@@ -235,8 +235,8 @@ wrong channels at a time, and keeps each swap that improves the model. Bits left
 accuracy without the key. The accuracy is judged only if the unlocked model is better than the locked model on the test
 set, by more than two standard errors. The attacker `images` does not know the true key. It searches for the key with
 the highest score J. J measures how well the channel correlations of the locked blocks agree with the channel
-correlations of the embedding, which is not locked. If the search fails, its best key has about the same low J as the
-keys found by searches from random starts, which are shown for comparison. Inner groups (MLP units, heads and their
+correlations of the embedding, which is not locked. For comparison, the J of searches from random starts is shown. If
+the attack fails, the J of its best key is about as low as theirs. Inner groups (MLP units, heads and their
 channels) count neither in the number of unknown bits nor in the recovered share of the key, because permuting inner
 groups does not change what the model computes.
 """ + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())

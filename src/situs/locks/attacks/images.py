@@ -89,7 +89,7 @@ def recover_with_samples(
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
     cost = (
-        f"the locked file and {description}; agreement J = {best:.2f} (searches from random starts: at most "
+        f"the locked file and {description}; agreement J = {best:.2f} (searches from random starts reach at most "
         f"{max(failed):.2f})"
     )
     more = {"seconds": time.perf_counter() - began, "cost": cost, "agreement": best, "failed": max(failed)}

@@ -179,7 +179,8 @@ class Variety:
         wanted = "photographs" if self.things == "images" else self.things
         named = f" ({self.left_out})" if self.left_out else ""
         more = max(ENOUGH, 2 * count if count >= ENOUGH else 0)
-        return f"{reason}{named}; give {more} {wanted} or more, all different and similar to the training samples"
+        differ = "that differ from each other and resemble the training samples"
+        return f"{reason}{named}; give {more} {wanted} or more {differ}"
 
 
 def varied_images(images: Tensor, pixels: Tensor, names: Sequence[str]) -> Variety:

@@ -142,7 +142,7 @@ class Verification(Result):
         holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)
         worst = (
-            f"the largest relative error of a law that holds is {self.worst:.1e}"
+            f"the largest relative error of all laws that hold is {self.worst:.1e}"
             if measured
             else "no law was found to hold"
         )
@@ -345,7 +345,7 @@ def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequ
     by_part = ((part.row if law == "row" else part.column, part) for part in parts)
     broken = [part for error, part in by_part if error is not None and not error <= limits[0]]
     if not broken:
-        return "the law holds in each module, but fails between them"
+        return "the law holds in each tested module, but fails in the operations between the modules"
     first = min(broken, key=lambda part: part.turn)
     return f"the law first fails in {first.name}: {first.operation}"
 

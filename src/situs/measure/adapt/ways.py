@@ -127,7 +127,7 @@ def balanced(right: Tensor, labels: Tensor) -> float:
     return gain(right, torch.zeros_like(right), labels)[0] if (~right.isnan()).any() else float("nan")
 
 
-START = "class means on the features of the given weights"
+START = "class means on the features of the initial weights"
 
 ADAPT = """
 A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
@@ -180,7 +180,7 @@ class Adapted(Result):
                 reason = ", because no other recipe that was tried is better by more than one standard error"
                 text += f"The chosen recipe is the simplest one ({START}){reason * others}."
             else:
-                text += f"The simplest recipe ({START}) recognises {percent(self.start.top1)}."
+                text += f"The simplest recipe ({START}) recognises {percent(self.start.top1)} of them."
                 ends["class means (simplest recipe)"] = self.start
             rows = [
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),

@@ -101,7 +101,7 @@ class TableAnalysis:
     def few_places(self) -> str:
         """A warning about a fit with hardly more places than channels, or ""."""
         count, channels = self.decoded.fitted, self.table.rows.shape[1]
-        counts = f"`{self.name}` has {count} positions to fit {channels} channels"
+        counts = f"`{self.name}` has {count} positions to fit a regression on {channels} channels"
         if count <= channels:
             return (
                 f"{counts}. Many different regressions therefore fit the positions without error. The regression "
@@ -157,7 +157,7 @@ class PositionTables(Result):
         )
         numbers = tuple(
             (f"{look.decoded.two.mean:.2f} patches",
-             f"error of a linear regression on {look.name} (blind {look.decoded.chance_two:.2f})")
+             f"error of a linear regression on {look.name} (blind guess: {look.decoded.chance_two:.2f})")
             for look in self.looks[:3]
         )  # fmt: skip
         return Summary(sentences, (Table("Position vectors", header, rows),), notes, numbers)

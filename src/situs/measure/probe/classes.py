@@ -321,7 +321,7 @@ def unknown_position_of(model: Model) -> UnknownPosition:
         return learned
     model.backbone.require("tokens")
     if not model.positions or not model.backbone.positions().kinds:
-        return UnknownPosition(None, "nothing: this model uses no positions, so no patch has one", False)
+        return UnknownPosition(None, "nothing, because this model uses no positions", False)
     return UnknownPosition(
         None, "a zero vector (and no rotation or bias), since this model learned no vector for unknown positions"
     )

@@ -363,7 +363,7 @@ class ProbeHead:
         except SitusError as error:  # another kind of head, or too few samples to choose a weight decay by
             if self.config.tuning.head == "probe":
                 raise
-            note(f"the classifier starts from random weights: {error}")
+            note(f"the classifier starts from random weights, because a linear probe cannot initialise it: {error}")
             return
         note("the classifier starts from a linear probe on the frozen features (tuning.head)")
 

@@ -320,7 +320,9 @@ class Robustness(Result):
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
             rows.append(("ImageNet-A, AURRA", percent(natural.aurra), "mean accuracy over all response rates"))
         if (strange := self.anomalies) is not None:
-            kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
+            kind = (
+                f"{strange.anomalies:,} anomalous images and {strange.normal:,} normal images of {strange.normal_name}"
+            )
             rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))
         return rows
 

@@ -127,7 +127,7 @@ class Connection:
             reason = "requires certificates (TLS)"
             if self.credentials is not None:
                 reason = "requires another certificate, or does not use TLS"
-            return f"the server closed the connection at once, so it {reason}"
+            return f"the server closed the connection at once, so it probably {reason}"
         return last
 
     def _connect(self) -> Any:

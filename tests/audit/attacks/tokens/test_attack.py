@@ -251,7 +251,7 @@ def test_the_order_without_a_table_is_proved_by_rotations_and_else_a_guess(
     assert psnr(found.images, x) > 54
     [fact] = found.facts
     assert fact["fits"] is True and fact["patches_that_fit"] == fact["patches"] == 4
-    guess = "every patch is proved. The order of the patches is a guess from their borders"
+    guess = "every patch is proved right. The order of the patches is a guess from their borders"
     assert (fact["verdict"], fact.get("hidden")) == ((None, None) if ordered else (guess, 4))
 
 
@@ -293,7 +293,7 @@ def test_time_that_is_over_is_told_as_a_part() -> None:
     deadline = Deadline(seconds=1.0, clock=lambda: float(next(clock)))
     found = create_attack("tokens").recover(backbone, [sent], Knowledge(), deadline)
     assert f"{found.facts[0]['patches_that_fit']} of 9 patches" in str(found.partial)
-    assert found.facts[0]["fits"] is False and "do not prove every patch" in str(found.facts[0]["verdict"])
+    assert found.facts[0]["fits"] is False and "do not prove that every patch" in str(found.facts[0]["verdict"])
     assert found.images.isfinite().all()
 
 

@@ -135,7 +135,7 @@ class TokenSpans(Attack):
                 fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.step.batch:
                 repeated = f"the batch of {known.step.batch} images contains only {distinct} different images"
-                verdict = f"{repeated}, and the gradients do not reveal which of them occur twice"
+                verdict = f"{repeated}, and the gradients do not reveal which images occur several times"
                 fact |= {"fits": False, "proof": None, "verdict": verdict}
             solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
@@ -194,7 +194,7 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    embedding = f"the gradient of {block.stem.weight} alone determines no patch, because it has full rank"
+    embedding = f"the gradient of {block.stem.weight} has full rank, so alone it determines no patch"
     if not patches:
         embedding = f"the gradient of {block.stem.weight} is not sent either"
     elif counts.x < values:
@@ -229,8 +229,8 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
     if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
-        f"the weights change between the {steps} local steps, and the equations cannot separate the "
-        "inputs of all steps. Some inputs are lost to rounding"
+        f"the weights change between the {steps} local steps, so each step has other inputs. The equations cannot "
+        "separate the inputs of all steps, and rounding hides some inputs"
     )
 
 
@@ -363,12 +363,14 @@ def _searched(
     fits = solved and agree(block, patches, roots.tokens)
     verdict = None
     if not solved:
-        verdict = f"the gradients of the first block do not prove every patch: {counts.reason}"
+        verdict = f"the gradients of the first block do not prove that every patch is right: {counts.reason}"
     elif not fits:
-        verdict = "every patch is proved. It is not proved which patches belong to the same image, and in which order"
+        verdict = (
+            "every patch is proved right. It is not proved which patches belong to the same image, and in which order"
+        )
     elif not ordered:
         predicted = "" if config.predictor is None else " and from the positions that an MP3 run predicts"
-        verdict = f"every patch is proved. The order of the patches is a guess from their borders{predicted}"
+        verdict = f"every patch is proved right. The order of the patches is a guess from their borders{predicted}"
     residual = float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None
     more: dict[str, Fact] = {} if ordered else {"hidden": block.places}
     more |= {"patches_that_fit": int((roots.fit <= SOLVED).sum()), "patches": int(roots.wanted.sum())}
