@@ -134,7 +134,7 @@ def test_what_is_not_attacked_is_logged_and_withheld_if_strict(filters: Any, act
     assert len(looks) == (1 if act == "strict" else 2) and not lines
     for task in (task_of("WEIGHTS", {}), task_of("METRICS", {"loss": 1.0}), flare.Context("site-1", flare.Shareable())):
         guard.handle_event("BEFORE_TASK_EXECUTION", task)
-        refused(weights, "weights of a task without initial weights")
+        refused(weights, "weights if the task contained no initial weights")
     assert len(looks) == (1 if act == "strict" else 2)
 
 

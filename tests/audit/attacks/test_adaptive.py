@@ -196,7 +196,7 @@ def test_it_stops_when_its_time_is_over() -> None:
     uploads = [upload_of(backbone, x, 0.3, 0)] * 3
     found = AdaptiveMJP(AdaptiveConfig(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), deadline)
     assert found.images.shape[0] == len(found.facts) == 1
-    assert "last image" in str(found.partial)
+    assert "attacked last" in str(found.partial)
 
 
 def test_ctrl_c_keeps_the_images_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
