@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import timm
 import torch
 from builders import small_vit
@@ -90,11 +91,11 @@ def test_the_choice_of_a_sparse_vector_spends_its_epsilon_on_threshold_and_numbe
     assert first + second == pytest.approx(0.3) and second / first == pytest.approx((2 * count) ** (2 / 3))
 
 
-def test_laplace_has_its_moments() -> None:
-    numbers = laplace(2.0, 200_000, chance())
-    assert float(numbers.abs().mean()) == pytest.approx(2.0, rel=0.02)
-    assert float(numbers.std()) == pytest.approx(2.0 * math.sqrt(2), rel=0.02)
-    assert abs(float(numbers.mean())) < 0.03
+def test_laplace_is_the_inverse_of_its_distribution() -> None:
+    """By scipy, at the uniform numbers of the same generator."""
+    uniform = torch.rand(1000, generator=chance(), dtype=torch.float64)
+    expected = scipy.stats.laplace.ppf(uniform.numpy(), scale=2.0)
+    np.testing.assert_allclose(laplace(2.0, 1000, chance()).numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

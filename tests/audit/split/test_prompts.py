@@ -193,6 +193,19 @@ def test_the_prior_is_half_public_text_and_half_what_the_model_predicts(scene: A
             assert torch.allclose(prior.log.exp(), expected, atol=1e-12)
 
 
+def test_a_decoder_that_predicts_classes_changes_no_prior(scene: Any) -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    _, known, private = scene("gpt2")
+    config = GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=48, n_layer=1, n_head=4, pad_token_id=0)
+    backbone: Any = opened(open_model(GPT2ForSequenceClassification(config))).backbone
+    prior = Prior(replace(known[1], backbone=backbone))
+    before = prior.log
+    for word in private[-1].tolist():
+        prior.add(word)
+        assert torch.equal(prior.log, before)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_under_noise_the_most_probable_word_is_read(depth: int, scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The posterior of all words by hand, at a first place whose prior knows one word; the certificate ignores it."""
