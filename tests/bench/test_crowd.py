@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,8 +45,9 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, tasks: Any) -> None:
         def poll(self) -> int | None:
             return None if self.is_alive() else self.returncode
 
+    end = time.monotonic() + 10  # those that still wait then have lost their parent
     monkeypatch.setattr("subprocess.Popen", Answers)
-    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr(os, "getppid", lambda: os.getpid() if time.monotonic() < end else -1)
 
 
 def test_one_at_a_time_is_timed_after_all_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +92,39 @@ def test_real_processes(tmp_path: Path) -> None:
     assert "'nosuch' is neither a timm model nor a folder" in str(why)
 
 
-def test_who_has_lost_the_first_process_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("warm", "waits"), [((), True), ((2,), True), ((1, 2), False)])
+def test_who_waits_for_another_and_has_lost_the_first_process_goes_too(
+    warm: tuple[int, ...], waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = {"cases": [to_dict(case) for case in CASES], "timing": to_dict(Timing()), "device": "cpu", "parent": -1}
     (tmp_path / "job.json").write_text(json.dumps(job))
+    for number in warm:
+        (tmp_path / f"{number}.warm").touch()
 
     def measure(case: StepCase, timing: Timing, device: torch.device, turn: Any) -> StepRow:
         with turn():
-            raise AssertionError("it must not come so far")
+            return StepRow(case, Times((1.0,), 2.0), 3)
 
     monkeypatch.setattr(crowd, "measure_case", measure)
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr(crowd, "measure_ceiling", lambda device, precision: 4.0)
+    with pytest.raises(SystemExit) if waits else nullcontext():
         crowd.take_part(tmp_path, 0)
-    assert sys.exc_info()[0] is None
+    assert (tmp_path / "0.json").exists() != waits
+
+
+def test_a_process_measures_the_case_that_it_was_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: list[str], **_: Any) -> Any:
+        assert command[:3] == [sys.executable, "-m", crowd.__name__]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [str(crowd.__file__), *command[3:]])
+            runpy.run_path(str(crowd.__file__), run_name="__main__")
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    measure = lambda case, *_: StepRow(case, Times((1.0,), 2.0), 3)  # noqa: E731
+    monkeypatch.setattr("situs.bench.measure.measure_case", measure)
+    monkeypatch.setattr("subprocess.Popen", start)
+    rows = dict(crowd.measure_at_once(CASES, Timing(), CPU, {}))
+    assert [rows[number].case for number in range(3)] == CASES  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_processes_that_nobody_waits_for_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,13 +177,15 @@ def test_what_cannot_be_predicted_or_written_is_one_sentence(tmp_path: Path) -> 
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "1.png").write_bytes(b"nothing")
+    (tmp_path / "reviews.csv").write_text("sentence,label\na good film,1\na bad film,0\n")
     for data, out, said, field in (
         ("samples", tmp_path / "folder.csv", "must be a file ending in .csv, but is a folder", "out"),
         ("samples", tmp_path / "p.txt", "must be a file ending in .csv", "out"),
         (None, None, "m: is not a run, so its data is not known; give the images to classify", "data"),
         (str(tmp_path / "broken"), None, "broken: its only image cannot be read", None),
+        (str(tmp_path / "reviews.csv"), None, "reviews.csv: contains sentences, but m takes images", "data"),
     ):
         with pytest.raises(SitusError, match=re.escape(said)) as caught:
             situs.predict(model, data, out=out)
         assert field is None or caught.value.field == field
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "folder.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "folder.csv", "reviews.csv"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rounds import build, step
 
-from situs.engines.flower import KEPT, WITHHELD, GuardMod
+from situs.engines.flower import KEPT, GuardMod
 from situs.errors import SitusError
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,10 @@ quietly = pytest.mark.filterwarnings("ignore")  # what flwr's own imports deprec
 def test_without_flower_it_says_which_extra() -> None:
     with pytest.raises(SitusError, match=r"pip install situs\[flower\]"):
         GuardMod(build)(None, None, lambda *_: None)
+
+
+MOD_FAILED_PRECONDITION = 6
+"""Of flwr.common.constant.ErrorCode."""
 
 
 class Part:
@@ -77,7 +81,7 @@ def test_a_client_that_empties_the_message_is_attacked_all_the_same() -> None:
 
     context = SimpleNamespace(state={}, node_id=7)
     sent = GuardMod(build, attacks=["patchembed"])(message_of("train", before), context, train)
-    assert sent.error[0] == WITHHELD and context.state[KEPT] == {"uploads": 1}
+    assert sent.error[0] == MOD_FAILED_PRECONDITION and context.state[KEPT] == {"uploads": 1}
     warns, reply = GuardMod(build, attacks=["patchembed"], act="warn"), message_of("train", after)
     assert warns(message_of("train", before), context, lambda *_: reply) is reply
 

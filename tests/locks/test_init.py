@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import filecmp
-import pkgutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,21 +21,6 @@ from situs.models.export import export_run
 
 pytest.importorskip("cryptography")
 KEPT = Path(__file__).parent.parent / "data" / "kept"
-
-
-CHANGING = {"Flight", "Remote", "_Training"}
-"""Dataclasses that a step of training changes in place."""
-
-
-@pytest.mark.parametrize("package", ["engines", "locks", "split"])
-def test_keys_manifests_messages_and_settings_never_change(package: str) -> None:
-    """A key, a manifest that was checked, a message that was counted: whoever has one can rely on it."""
-    folder = import_module(f"situs.{package}")
-    modules = [import_module(each.name) for each in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}.")]
-    kinds = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
-    for kind in kinds:
-        if kind.__module__.startswith(folder.__name__) and "__dataclass_params__" in vars(kind):
-            assert kind.__dataclass_params__.frozen != (kind.__name__ in CHANGING), kind
 
 
 def test_nothing_is_loaded_before_it_is_used() -> None:

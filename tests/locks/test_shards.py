@@ -3,6 +3,7 @@ from __future__ import annotations
 import hmac
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,18 @@ def test_rewrite_changes_what_it_is_told(path, tmp_path, monkeypatch, largest):
     with plain_source(path) as source:  # nothing to write to: the same codes
         unchanged = rewrite(lambda _: source, None, read_header(source, "x").tensors, {}, start)
         assert unchanged == {name: code(name, STATE[name]) for name in STATE}
+
+
+@pytest.mark.parametrize(("largest", "pieces"), [(32, [32]), (31, [16, 16])])
+def test_only_a_tensor_above_the_limit_is_copied_in_chunks(tmp_path, monkeypatch, largest, pieces):
+    monkeypatch.setattr(shards, "CHUNK", 16)
+    monkeypatch.setattr(shards, "LARGEST_WHOLE", largest)
+    save_file({"a": torch.arange(8, dtype=torch.int32)}, tmp_path / "x.safetensors")
+    sizes = []
+    with plain_source(tmp_path / "x.safetensors") as source:
+        sink = SimpleNamespace(write=lambda data: sizes.append(len(data)))
+        rewrite(lambda _: source, lambda _: sink, read_header(source, "x").tensors, {}, start)
+    assert sizes == pieces
 
 
 def test_tensors_go_to_the_file_that_is_named_and_come_back_from_it(path, tmp_path):

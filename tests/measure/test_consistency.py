@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -244,6 +245,15 @@ def test_mistakes_are_named() -> None:
         measure_consistency(make(), batches(3), ())
     with pytest.raises(SitusError, match=r"grid=\(2, 2\): .* has the fixed grid \(4, 6\)"):
         measure_consistency(make(), batches(3), (0.5,), grid=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "fits"),
+    [((8, 12), (8, 12), True), ((8, 12), (1, 1), True), ((8, 12), (12, 4), False), ((8, 12), (4, 8), False)],
+)
+def test_each_side_of_a_grid_divides_its_own_side_of_the_input(size: Any, grid: Any, fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(SitusError, match="must divide the input size 8x12"):
+        assert shuffled(create_backbone("test_resnet"), size=size, grid=grid).grid == grid
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import small_vit
 from PIL import Image
 
 from situs.cli.main import main
 from situs.config import from_dict
+from situs.data.config import DataConfig
 from situs.errors import SitusError
+from situs.measure.accuracy import evaluate_accuracy
+from situs.measure.consistency import evaluate_consistency
+from situs.measure.correlation import analyze_correlation
+from situs.measure.ensemble import evaluate_ensemble
 from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
-from situs.models import open_model
+from situs.measure.knn import evaluate_knn
+from situs.measure.predict import predict
+from situs.models import Model, open_model
 from situs.models.data import check_classes, check_labels, examples, load_bank, load_set, made_with, top1_reason
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
@@ -261,6 +270,32 @@ def test_classes_of_data_are_those_of_the_classifier(
             SitusError, match=r"^pets: the data is (single|multi)-label, but vit is a (multi|single)-label model$"
         ):
             check_classes(model, loader, multi_label=True)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "shares"),
+    [
+        (evaluate_accuracy, True),
+        (evaluate_consistency, True),
+        (lambda model, data: evaluate_ensemble([model, replace(model, name="n")], data), True),
+        (evaluate_knn, False),
+        (analyze_correlation, False),
+        (predict, False),
+    ],
+)
+def test_an_evaluation_that_sums_over_ranks_reads_only_its_share(
+    evaluate: Callable[..., Any], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, rank: int, world: int, **__: Any) -> Any:
+        raise SitusError(f"stopped at {(rank, world)}")
+
+    monkeypatch.setattr("situs.models.data.make_loader", stop)
+    monkeypatch.setattr("situs.models.data.distributed.world", lambda: 2)
+    monkeypatch.setattr("situs.models.data.distributed.rank", lambda: 1)
+    model = Model("m", small_vit(16, num_classes=10), input=DataConfig(img_size=16, workers=0))
+    with pytest.raises(SitusError) as stopped:
+        evaluate(model, "samples")
+    assert str(stopped.value) == f"stopped at {(1, 2) if shares else (0, 1)}"
 
 
 def test_sentences_are_refused_for_a_model_of_images(run: Path, tmp_path: Path) -> None:

@@ -97,4 +97,5 @@ def take_part(folder: Path, number: int) -> None:
 
 
 if __name__ == "__main__":
-    take_part(Path(sys.argv[1]), int(sys.argv[2]))
+    _, place, case_number = sys.argv
+    take_part(Path(place), int(case_number))

@@ -297,7 +297,7 @@ def rewrite(
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
                 write_all_but(0)
                 into = None if sink is None else sink(spec)
-                codes[spec.name] = copy(source(spec), into, start(spec.name), spec.size)
+                codes[spec.name] = copy(source(spec), into, start(spec.name), spec.size, CHUNK)
                 if check is not None:
                     check(spec, codes[spec.name])
                 continue

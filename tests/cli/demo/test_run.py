@@ -311,6 +311,20 @@ def test_a_step_reveals_as_much_as_was_recovered(
     assert (refused.title, refused.number, refused.of) == ("No training step was attacked.", "–", "no table")
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_epoch_of_a_classifier_sees_all_labelled_images_and_the_last_one_is_evaluated(
+    quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training drops the rest of an epoch that fills no batch, and the page names the number of labelled images."""
+    asked: list[Any] = []
+    monkeypatch.setattr(stage, "train", lambda _, name, images, **how: asked.append((images, how)))
+    place = Stage(0, **HERE | {"quick": quick})
+    stage.classify(place, stage.AFTER)
+    [(images, how)] = asked
+    assert images == place.length.labelled and images % how["batch"] == 0
+    assert how["probe_every"] * place.length.evaluations == how["epochs"] == place.length.finetune_epochs
+
+
 @pytest.mark.parametrize(("places", "restored"), [(1.0, True), (0.951, True), (0.95, False), (0.1, False)])
 def test_an_order_is_restored_where_nearly_every_token_is_placed(
     places: float, restored: bool, monkeypatch: pytest.MonkeyPatch

@@ -39,8 +39,7 @@ ANONYMOUS = "anyone"
 
 LOG, LOG_BYTES = "refused.log", 4 << 20
 OPTIONS = (
-    ("grpc.max_receive_message_length", CHUNK + (1 << 16)),
-    ("grpc.max_send_message_length", CHUNK + (1 << 16)),
+    ("grpc.max_receive_message_length", CHUNK),
     ("grpc.max_metadata_size", 1 << 14),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
