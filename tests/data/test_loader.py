@@ -73,7 +73,7 @@ def test_ranks_resume_and_repetition(resident, name):
 
 def test_batches_are_what_they_should_be():
     loader = make_loader(CONFIG, recipe("crop"))
-    batch = next(loader.iterate(0))
+    batch = next(iter(loader))  # of the first epoch
     assert (batch.inputs.shape, batch.inputs.dtype) == ((64, 1, 28, 28), torch.float32)
     assert torch.equal(batch.ids, epoch_order(0, 0, 9000)[:64])
     labels = open_source("samples").labels  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,7 +17,7 @@ from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.models.open import open_model
-from situs.models.start import adopted, initialise
+from situs.models.start import addressed_model, adopted, finetune_source, initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.export import ModelProvenance, write_export
 
@@ -251,6 +251,18 @@ def test_a_name_with_a_file_and_a_module_of_a_file_give_their_weights(tmp_path: 
     for weights_alone in (tmp_path / "w.pth", f"{tmp_path / 'own.py'}:net", "no_such_model", f"{tmp_path / 'none'}"):
         assert adopted(str(weights_alone)) == {}
     assert adopted(f"vit_tiny_patch16_224={tmp_path / 'w.pth'}")["backbone"]["name"] == "vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("make", "positions", "beside"),
+    [(small_swin, "learned", "learned"), (small_swin, None, None), (small_vit, "learned", None)],
+)
+def test_a_model_is_made_again_with_the_table_beside_it(make: Any, positions: Any, beside: Any, tmp_path: Path) -> None:
+    """In memory as from its folder. The table of a ViT is within the model, which brings it."""
+    backbone = make(positions=positions)
+    write_export(Supervised(backbone, SupervisedConfig()), tmp_path / "x", ModelProvenance("supervised"))
+    in_memory = addressed_model(open_model(tmp_path / "x"))
+    assert [finetune_source(str(source)).backbone.positions for source in (tmp_path / "x", in_memory)] == [beside] * 2
 
 
 @pytest.mark.parametrize(("lost", "more"), [(5, ""), (6, ""), (7, " …")])

@@ -315,12 +315,13 @@ def test_compiling_is_told_before_and_after_the_first_update(
             return super().update(*given)
 
     def stepper(*given: Any, **more: Any) -> Stepper:
+        assert not more["compiled"]  # on the CPU, whatever the config asks for
         made = Slow(*given, **more)
         made.compiled = compiled
         return made
 
     run = RunFolder.create(tmp_path / "run", {})
-    fit(toy(), ToyLoader(), dataclasses.replace(TRAIN, log_every=20), OPTIM, run, stepper=stepper)
+    fit(toy(), ToyLoader(), dataclasses.replace(TRAIN, log_every=20, compile=True), OPTIM, run, stepper=stepper)
     said = capsys.readouterr().err.splitlines()
     told = [number for number, line in enumerate(said) if "compil" in line]
     assert [said[number].partition(" a ")[0] for number in told] == (

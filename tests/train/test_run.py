@@ -179,7 +179,7 @@ def test_one_line_says_what_is_trained_where() -> None:
     assert 800_000 < count < 1_000_000
     one = describe(config(), method, Ranks(0, 1, torch.device("cpu")))
     assert one == f"mp3 on vit_tiny_patch16_224: 4 x 4 patches, {count / 1e6:.1f} M trained parameters, fp32, cpu"
-    assert describe(config(), method, Ranks(1, 4, torch.device("cpu"))).endswith(", fp32, 4 x cpu")
+    assert describe(config(), method, Ranks(1, 2, torch.device("cpu"))).endswith(", fp32, 2 x cpu")
 
 
 def test_a_line_says_of_few_weights_how_many_and_of_a_part_of_them_which() -> None:
@@ -188,6 +188,10 @@ def test_a_line_says_of_few_weights_how_many_and_of_a_part_of_them_which() -> No
     weights = dict(method.named_parameters())
     count = sum(weight.numel() for weight in weights.values())
     assert f": 4 x 4 patches, {count:,} trained parameters, fp32, cpu" in describe(config(), method, ranks)
+    for total, trained in ((99_999, "99,999"), (100_000, "0.1 M")):
+        method.more = torch.nn.Parameter(torch.zeros(total - count))
+        assert f"patches, {trained} trained parameters" in describe(config(), method, ranks)
+    del method.more
     tuned = config(method={"name": "supervised"}, tuning={"parts": "head"}, init="w.pt")
     freeze(method, tuned.tuning, new_positions=False)
     held = weights["backbone.model.head.weight"].numel() + 3

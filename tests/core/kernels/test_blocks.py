@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from situs.core.kernels import blocks as module
 from situs.core.kernels.blocks import Layer, Norm, Parts, run_joined
 
 WIDTH, HEADS = 16, 2
@@ -69,3 +70,8 @@ def test_the_context_is_not_kept_for_the_backward() -> None:
         run_joined([block.parts((None, None)) for block in blocks], torch.randn(2, 6, WIDTH).double(), 4)  # pyright: ignore[reportCallIssue]
     assert (2, 6, WIDTH) in kept
     assert not {(2, 4, WIDTH), (8, WIDTH)} & set(kept)
+
+
+def test_the_compiler_is_told_the_truth_of_the_product() -> None:
+    grad, normed = torch.randn(2, 3, 5), torch.randn(2, 4, 6)
+    torch.library.opcheck(module._product, (grad, normed), test_utils=("test_schema", "test_faketensor"))

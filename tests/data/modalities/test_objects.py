@@ -230,3 +230,20 @@ def test_a_disc_that_the_border_cuts_has_the_box_of_what_is_left() -> None:
     assert torch.allclose(targets["boxes"][0, 0], torch.tensor([0, 2 * (20 - half), 10, 60]), atol=1.0)
     assert targets["classes"].tolist() == [[0, VOID]]  # the other is cut away
     assert targets["crowd"].tolist() == [[True, False]] and not targets["boxes"][0, 1].any()
+
+
+@pytest.mark.parametrize(("wide", "left"), [(60, 6), (20, 2), (10, 1), (2, 1)])
+def test_an_image_that_shrinks_keeps_a_column(wide: int, left: int) -> None:
+    """A tenth of 2 columns is none, but no image has a side of 0."""
+    values = {
+        "image": torch.zeros(1, 3, 60, 60),
+        "sides": torch.tensor([[60, wide]]),
+        "boxes": torch.zeros(1, 0, 4),
+        "classes": torch.zeros(1, 0, dtype=torch.long),
+        "crowd": torch.zeros(1, 0, dtype=torch.bool),
+        "masks": pack_masks(torch.zeros(1, 0, 60, 60, dtype=torch.bool)),
+    }
+    noise = {"crop": torch.zeros(1, geometry.CROP_NOISE)}
+    config = replace(JITTER, scales=(0.1, 0.1), flip=0.0)
+    _, targets = apply_objects(values, noise, config, (60, 60), (torch.zeros(3), torch.ones(3)))
+    assert targets["sides"].tolist() == [[6, left]]

@@ -277,6 +277,17 @@ def test_a_set_of_the_hub_is_read(hub, address):
     assert tuple(source.read(0)["image"].shape) == (3, 8, 8)
 
 
+def test_the_hub_is_asked_for_a_repository_once(hub, tmp_path):
+    """Whatever else is read before."""
+    (tmp_path / "a.tar").write_bytes(DATA)
+    assert read_whole(f"file://{tmp_path}/a.tar") == DATA
+    name = "data/train-00000-of-00001.parquet"
+    for _ in range(2):
+        assert read_whole(f"{HUB_SET}/{name}") == hub.files[name]
+    asked = [path for _, path, _ in hub.seen if path.startswith("/api/datasets/")]
+    assert len(asked) == len(set(asked)) > 0
+
+
 def test_what_the_hub_lists_is_held_against_what_it_sends(hub):
     shard = remote.mount(HUB_SET) / "data/train-00000-of-00001.parquet"
     hub.fault, hub.where = "flip", "data/train-00000-of-00001.parquet"
