@@ -226,8 +226,8 @@ def test_the_sentences_count_what_is_permuted_what_is_withheld_and_what_is_clear
         inner = len(manifest.groups) - 1
         assert (inner > 0) == cover
         assert counted.startswith(
-            f"{len(keyed)} of {len(clear)} tensors are permuted ({share(keyed)} of the parameters): "
-            "24 residual channels"
+            f"{len(keyed)} of {len(clear)} tensors are permuted ({share(keyed)} of the parameters). "
+            "The key permutes 24 residual channels"
             + (f", and {inner} groups inside the blocks (these groups add no strength)." if cover else ".")
         )
         what = "the embedding and the first block" if withhold == both else "the first block"

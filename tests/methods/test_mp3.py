@@ -127,7 +127,7 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=1.2: must be in \[0, 1\)$"):
         MP3Config(mask_ratio=1.2)
     swin = create_backbone("swin_tiny_patch4_window7_224", img_size=56, model_args={"depths": (1, 1, 1, 1)})
-    with pytest.raises(SitusError, match="windows"):
+    with pytest.raises(SitusError, match="window attention"):
         MP3(swin, MP3Config())
 
 

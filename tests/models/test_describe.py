@@ -76,7 +76,9 @@ def test_what_cannot_be_built_over_one_patch_says_why() -> None:
         "mask_ratio=0.75: out of 1 patch, at least one patch must be hidden, and at least one patch must stay visible"
     )
     assert verdicts["mae"].reason == reason
-    assert verdicts["droppos"].reason.startswith("position_mask_ratio=0.75: is too small")
+    assert verdicts["droppos"].reason.startswith(
+        "position_mask_ratio=0.75: is so small that no position of the 1 visible patch"
+    )
 
 
 def test_a_verdict_leaves_the_backbone_as_it_was() -> None:

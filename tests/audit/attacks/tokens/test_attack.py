@@ -132,7 +132,7 @@ def test_more_inputs_a_token_are_counted_as_long_as_nothing_is_open() -> None:
     assert [each.times for each in alone] == [1]
 
 
-@pytest.mark.parametrize(("directions", "said"), [(47, "it spans 47 of 48 directions"), (48, "it has full rank")])
+@pytest.mark.parametrize(("directions", "said"), [(47, "47 of 48 directions"), (48, "has full rank, so alone it")])
 def test_what_the_patch_embedding_alone_leaves_is_said(directions: int, said: str) -> None:
     block = Block(vit())
     counts = count(block, 1)._replace(x=directions)
