@@ -187,6 +187,37 @@ def test_functionals_keep_out_what_was_seen(usual: Scene) -> None:
     assert float(inside[:13].norm()) < 1e-8 * float(inside[13:].norm())
 
 
+@pytest.mark.parametrize(
+    ("shown", "fits", "among"),
+    [
+        ((0, 1, 2, 3), (0, 2, 3), (0, 2, 3)),
+        ((0, 1, 2, 3), (1, 2), (1, 2)),
+        ((0, 1, 2, 3), (1,), (0, 1, 2, 3)),  # one alone is no choice: all, as they are
+        ((1, 2), (), (1, 2)),
+    ],
+)
+@torch.no_grad()
+def test_hidden_patches_are_looked_for_near_the_shown_ones(
+    usual: Scene, shown: tuple[int, ...], fits: tuple[int, ...], among: tuple[int, ...]
+) -> None:
+    hidden = torch.tensor([place not in shown for place in range(16)])
+    at = usual.family.phi(everywhere(usual), usual.theta)
+    tokens = TokenFit(at, torch.tensor([SOLVED * (1.0 if place in fits else 1.01) for place in range(16)]))
+    pool = adaptive._pool(trial(usual._replace(partly=usual.partly._replace(hidden=hidden))), tokens)
+    torch.testing.assert_close(pool, usual.theta[list(among)])
+
+
+@pytest.mark.parametrize("shown", [0, 1])
+@torch.no_grad()
+def test_where_nothing_is_shown_patches_have_the_energy_of_normalised_pixels(usual: Scene, shown: int) -> None:
+    partly = usual.partly._replace(hidden=torch.arange(16) >= shown)
+    many = replace(trial(usual._replace(partly=partly)), effort=Effort(starts=4000))
+    pool = adaptive._pool(many, TokenFit(usual.theta, torch.zeros(16)))
+    patches = pool @ partly.z
+    assert patches.shape == (4000, 49)
+    assert float(patches.square().mean()) == pytest.approx(1.0, rel=0.05)
+
+
 def matched(found: Tensor, real: Tensor) -> float:
     """The largest distance of a real patch to its own of those found, one to one, over the largest norm."""
     from scipy.optimize import linear_sum_assignment

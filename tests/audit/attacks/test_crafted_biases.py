@@ -59,6 +59,20 @@ def test_in_float64_every_number_is_read_to_the_last_digits() -> None:
     torch.testing.assert_close(alone, patchify(image, 4), rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("number", [*range(EXTRA), EXTRA, EXTRA + 5])
+def test_an_image_of_which_one_number_overflowed_is_not_called_exact(number: int) -> None:
+    model, image = vit(), photographs(1)
+    attack, known = written(model, 1)
+    upload, plan = victim_gradients(model, image, torch.tensor([3])), attack.planned(model, 1)
+    upload[attack.names(model, plan)[3]][plan.rows(3)[1].start + number] = torch.inf
+    recovery = attack.recover(model, [upload], known)
+    assert recovery.facts[0]["fits"] is False and recovery.facts[0]["separated"] == 0
+    away = (patchify(recovery.images, 4) - patchify(image, 4))[0].norm(dim=1)
+    assert float(away[[place for place in range(16) if place != 3]].max()) < 1e-2  # all other patches are there
+    if number == EXTRA + 5:  # of that patch a direction
+        assert float(away[3]) < 0.5 * float(patchify(image, 4)[0, 3].norm())
+
+
 def test_a_neurons_input_is_its_number_of_its_patch() -> None:
     """Independent of the reading: the hooked inputs are the pixels, over the deviation that each place has."""
     model, image = vit(), photographs(1)

@@ -63,6 +63,18 @@ def test_images_of_different_classes_come_back_as_small_pictures(changes: dict[s
     assert float(distance.max()) < 1e-4
 
 
+def test_an_image_of_which_a_number_overflowed_is_not_called_separated() -> None:
+    model, images, labels = vit(), photographs(3), torch.tensor([4, 0, 7])
+    recovered(model, images, labels)
+    attack, upload = ChosenHead(), victim_gradients(model, images, labels)
+    plan = attack.planned(model, 3)
+    before, _ = attack.read(model, plan, upload, 3)
+    upload["model.head.weight"][4, plan.stored(2).start] = torch.inf
+    alone, others = attack.read(model, plan, upload, 3)
+    assert torch.equal(alone, before[[0, 2]]) and len(others) == 1
+    assert bool(others.isfinite().all())
+
+
 def test_images_of_one_class_are_counted_and_never_called_separated() -> None:
     images = photographs(4)
     recovery, _ = recovered(vit(), images, torch.tensor([4, 4, 7, 7]))

@@ -201,10 +201,10 @@ def test_other_weights_have_other_gradients() -> None:
 
 
 def test_the_covariance_of_channels_is_that_of_gradients_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an image with any class and one with the class that the model predicts, and a tenth in all directions."""
-    backbone, images = victim(), photographs(2) * torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
+    """Of images with any class and, in turn, with the class that the model predicts; and a tenth in all directions."""
+    backbone, images = victim(), photographs(4) * torch.tensor([1.0, 3.0, 2.0, 0.5]).view(4, 1, 1, 1)
     stem, prior = require_stem(backbone), image_prior((3, 32, 32))
-    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 2)
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
     covariance = channel_covariance(backbone, stem, prior, Knowledge(public=images))
 
     def part(image: Tensor, label: int) -> Tensor:
@@ -212,10 +212,11 @@ def test_the_covariance_of_channels_is_that_of_gradients_of_one_size(monkeypatch
         rows = rows / rows.square().mean().sqrt()
         return rows.T @ rows / len(rows)
 
-    predicted = part(images[1], int(backbone(images[1:]).argmax()))
-    ways = [0.1 * torch.eye(64) + (part(images[0], label) + predicted) / 2 for label in range(5)]
+    predicted = sum(part(images[n], int(backbone(images[n : n + 1]).argmax())) for n in (1, 3))
+    first, third = ([part(images[n], label) for label in range(5)] for n in (0, 2))
+    ways = [0.1 * torch.eye(64) + (one + other + predicted) / 4 for one in first for other in third]
     assert min(float((covariance - way).norm() / way.norm()) for way in ways) < 1e-4
-    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)  # two more are drawn
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 6)  # two more are drawn
     more = channel_covariance(backbone, stem, prior, Knowledge(public=images))
     assert float(more.trace()) == pytest.approx(1.1 * 64) and not torch.allclose(more, covariance)
 

@@ -42,10 +42,13 @@ def test_last_words_and_how_often_a_beginning_is_there(tmp_path: Path) -> None:
     nodes = sorted({one[:end] for one in truth for end in range(1, len(one))})
     assert sorted(endings(made.backbone, upload, nodes, len(truth))) == sorted(truth)
     last = next(name for name in upload if "layers.1.mlp.down_proj" in name)
-    del upload[last]  # what is not sent cannot be read: the beginnings stay, and the last words have no name
-    found = endings(made.backbone, upload, nodes, len(truth))
-    assert {one[:-1] for one in found} == {(8, 12, 6), (8, 12, 13), (9, 10, 11, 12)}
-    assert all(one[-1] == UNNAMED for one in found)
+    other = torch.randn(upload[last].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = {name: gradient for name, gradient in upload.items() if name != last}
+    # What is not sent, or fits no word, cannot be read: the beginnings stay, and the last words have no name.
+    for unread in (kept, kept | {last: other}, kept | {last: -upload[last]}):
+        found = endings(made.backbone, unread, nodes, len(truth))
+        assert {one[:-1] for one in found} == {(8, 12, 6), (8, 12, 13), (9, 10, 11, 12)}
+        assert all(one[-1] == UNNAMED for one in found)
 
 
 def test_sentences_of_different_weight(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class ChosenBiases(CraftedAttack[Spread]):
         write_classifier(model, (c.up,), c.zero)
 
     def read(self, backbone: Backbone, plan: Spread, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The patches of the image above the edge; it is alone where two readings of one number agree."""
+        """The patches of the image above the edge; alone where two readings of one number agree and none overflowed."""
         blocks = backbone.parts()
         grid = torch.linspace(-math.sqrt(2), math.sqrt(2), 200_001, dtype=torch.float64)
         numbers, agree = torch.zeros(plan.places, len(plan.sizes), dtype=torch.float64), True
@@ -159,7 +159,8 @@ class ChosenBiases(CraftedAttack[Spread]):
             slope = slopes.setdefault(number, _slope(blocks[number], grid))
             gradients = known_numbers(upload[name][rows]).cpu()
             level = _slope(blocks[number], torch.zeros(1, dtype=torch.float64))
-            share = (gradients / (gradients[0] / level)).nan_to_num(0.0, 0.0, 0.0)
+            share = gradients / (gradients[0] / level)
+            agree &= bool(share.isfinite().all())
             after = torch.searchsorted(slope, share).clamp(1, len(grid) - 1)
             part = ((share - slope[after - 1]) / (slope[after] - slope[after - 1])).clamp(0, 1)
             z = grid[after - 1] + part * (grid[after] - grid[after - 1])
@@ -167,7 +168,7 @@ class ChosenBiases(CraftedAttack[Spread]):
             numbers[place] = z[EXTRA:] * plan.sizes * scale
             twice = 2 * z[2] * plan.sizes[0] * scale
             agree &= bool((twice - numbers[place, 0]).abs() <= AGREES * plan.sizes[0])
-        patches = (numbers @ plan.basis).nan_to_num(0.0, 0.0, 0.0)[None]
+        patches = (numbers.nan_to_num(0.0, 0.0, 0.0) @ plan.basis)[None]
         return (patches, patches[:0]) if agree else (patches[:0], patches)
 
     def unread(self, plan: Spread) -> tuple[int, list[str]]:

@@ -115,7 +115,7 @@ class ChosenHead(CraftedAttack[Copying]):
                 out[plan.stored(square).start + number, row + number] = deviation_of(model, plan)
 
     def read(self, backbone: Backbone, plan: Copying, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:
-        """Patches of images that were alone in their class, and the means of others.
+        """Patches of images that were alone in their class and overflowed nowhere, and the means of others.
 
         With C classes as likely as each other, ∂b = 1/C - (images of the class) / batch, and ∂W is the same sum of
         features. What all classes share is the row of a class without images.
@@ -135,7 +135,8 @@ class ChosenHead(CraftedAttack[Copying]):
         patches = (numbers @ plan.basis).nan_to_num(0.0, 0.0, 0.0)
         if float((shares - counts).abs().max()) > WHOLE or int(counts.sum()) != batch:  # noise: nothing is counted
             return nothing, patches[shares.argsort(descending=True)[:batch]]
-        return patches[counts == 1], patches[counts > 1]
+        alone = (counts == 1) & numbers.isfinite().flatten(1).all(dim=1)
+        return patches[alone], patches[(counts > 0) & ~alone]
 
     def unread(self, plan: Copying) -> tuple[int, list[str]]:
         every, read = plan.places * plan.basis.shape[1], plan.count * plan.channels.patch

@@ -128,8 +128,8 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
         return unknown
     words = backbone.model.get_output_embeddings().weight
     heads = {node: Head(places[node], backbone.final_norm, words) for node in nodes}
-    fits = {node: heads[node].fit() for node in nodes if node not in inner}
-    factors = [factor for _, factor, left in fits.values() if left < TELLING and factor > 0]
+    fits = {node: fit for node in nodes if node not in inner and (fit := heads[node].fit())[2] < TELLING}
+    factors = [factor for _, factor, _ in fits.values() if factor > 0]
     if not factors:
         return unknown
     unit = min(factors)  # 1 / tokens of the batch: what one sentence at one place adds
@@ -137,8 +137,8 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
     for node in sorted(nodes, key=len, reverse=True):
         children = [child for child in weights if child[:-1] == node]
         weights[node] = sum(weights[child] for child in children)
-        word, factor, left = fits.get(node, (UNNAMED, 0.0, 1.0))
-        if left < TELLING:  # one sentence, the same several times, or one whose gradient was clipped
+        if node in fits:  # one sentence, the same several times, or one whose gradient was clipped
+            word, factor, _ = fits[node]
             weights[node] = factor / unit
             times = round(weights[node])
             sentences += [(*node, word)] * (times if abs(weights[node] - times) < WHOLE else 1)

@@ -303,6 +303,8 @@ def test_paths_begin_at_tokens_with_the_attention_of_a_picture() -> None:
         ([1e-5, 2e-5, 3e-5, 4e-5, 1e-4, 4e-3, 5e-3, 6e-3, *[7e-3] * 8], range(5), 8),  # roots stand apart
         ([4e-3] * 40, (), VAIN * CHUNK),  # none
         ([4e-3] * 40, range(0, 40, 7), 40),  # rounding hides which: all are tried
+        ([4e-3] * 40, (0,), (1 + VAIN) * CHUNK),  # as many chunks in vain behind one that fits
+        ([1.0, 1.0, 1.0, 2.0, *[20.0] * 4, *[20.5] * 4], (0, 3), 8),  # ten times the last that fits, and more
         ([1e-5, *[4e-3] * 15], (), 16),  # what is near and none says nothing of the others
     ],
 )
