@@ -489,7 +489,7 @@ UNLIKE: dict[str, tuple[float, float, str, int, str]] = {
     "a sum": (5.0, 3.0, "none", 1, "times the gradient of these images"),
     "as stated": (30.0, 1.0, "noise", 1, ""),
     "as half of it is stated": (30.0, 1.0, "half", 1, "the difference may not be noise"),
-    "not stated": (30.0, 1.0, "none", 1, "but the stated noise is 0: the difference may not be noise"),
+    "not stated": (30.0, 1.0, "none", 1, "but the stated noise is 0, so the difference may not be noise"),
     "Adam beneath noise": (30.0, 1.0, "fedavg-adam", 1, f"the update of a step of Adam, {HIDES}"),
     "steps beneath noise": (30.0, 1.0, "noise", 3, f"the update of 3 local steps, {HIDES}"),
 }

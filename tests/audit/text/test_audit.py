@@ -200,7 +200,7 @@ PLACED = ((7, 0, 0.9), (9, 2, 0.8))
             Matched(PLACED, noise=0.1, length=3, tables=True, cut=True),
             1,
             ((7, UNNAMED, 9),),
-            "2 words matched",
+            "finding 2 words",
             "1 of 3",
         ),
         (Matched(PLACED, noise=0.1, length=3, tables=True), 2, (), None, "did not test which words belong to the same"),
