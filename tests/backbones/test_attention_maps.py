@@ -139,7 +139,7 @@ def test_cls_is_told_from_other_prefix_tokens(name: str) -> None:
     assert has_cls(make_timm(name)) is CLS[name]
 
 
-@pytest.mark.parametrize(("name", "why"), [("resnet18", "no tokens"), ("swin_tiny_patch4_window7_224", "windows")])
+@pytest.mark.parametrize(("name", "why"), [("resnet18", "no tokens"), ("swin_tiny_patch4_window7_224", "its window")])
 def test_a_model_without_such_attention_is_refused(name: str, why: str) -> None:
     with torch.device("meta"):  # no weights are drawn
         backbone = create_backbone(name).eval()

@@ -203,7 +203,7 @@ def test_what_a_model_does_not_have_is_refused_by_its_name() -> None:
             ask()
         assert str(caught.value) == f"{vit.name} cannot continue a sequence: its tokens also attend to later tokens"
     assert vit.patch_values == 48
-    with pytest.raises(SitusError, match=r"^BertModel has no patches of pixels, because it takes text, or "):
+    with pytest.raises(SitusError, match=r"^BertModel has no patches of pixels: it takes text, or "):
         _ = bert.patch_values
 
 

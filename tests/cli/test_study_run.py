@@ -182,7 +182,11 @@ def test_a_number_that_is_not_found_is_said_and_is_the_status(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = study.read_text()
-    for figure, said in (("loss", "has no loss"), ("log.loss[*].value", "has no log"), ("top1.x", "has no x")):
+    for figure, said in (
+        ("loss", "there is no loss"),
+        ("log.loss[*].value", "there is no log"),
+        ("top1.x", "there is no x"),
+    ):
         study.write_text(text.replace('figure = "top1"', f'figure = "{figure}"'))  # the jobs are run once
         assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
         printed = capsys.readouterr().out

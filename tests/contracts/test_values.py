@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,25 +10,41 @@ import situs
 
 SOURCE = Path(situs.__file__).parent
 CHANGING = {
-    *("audit/engine.py", "audit/one_step.py", "audit/reference.py", "audit/split/audit.py", "audit/split/prompts.py"),
-    *("audit/split/text.py", "audit/sweep/weakest.py", "audit/text/audit.py", "backbones/layout.py", "cli/shell.py"),
-    *("data/sources/cifar.py", "data/sources/folder.py", "progress.py", "report/html.py", "split/client.py"),
-    *("split/remote.py", "split/run.py", "split/sequences.py", "studies/run.py", "train/contract.py"),
-    *("train/private.py",),
+    "audit.engine": {"Client", "_Trial", "_UploadGroup"},
+    "audit.one_step": {"OneStep"},
+    "audit.reference": {"Pass"},
+    "audit.split.audit": {"Split", "_Trial"},
+    "audit.split.prompts": {"_Whole"},
+    "audit.split.text": {"Prompts", "_Trial"},
+    "audit.sweep.weakest": {"Search"},
+    "audit.text.audit": {"Texts", "_Trial"},
+    "backbones.layout": {"_Draft"},
+    "cli.shell": {"_Answer"},
+    "data.sources.cifar": {"_Array", "_Dtype"},
+    "data.sources.folder": {"LeftOut"},
+    "progress": {"Task", "_Open"},
+    "report.html": {"Finding", "Page", "Section"},
+    "split.client": {"Flight"},
+    "split.remote": {"Remote"},
+    "split.run": {"_Training"},
+    "studies.run": {"_Runner", "_Running"},
+    "train.contract": {"RunState"},
+    "train.private": {"Private"},
 }
-"""Files in which a dataclass is the state of something under way."""
+"""Dataclasses that are not frozen, by module: most are the state of something that goes on, and change in place."""
 
 
-DATACLASS = re.compile(r"^@dataclass(?:\((?P<options>[^)]*)\))?[^\n]*\nclass (?P<name>\w+)", re.MULTILINE)
-
-
-def test_a_dataclass_is_frozen_where_nothing_is_under_way() -> None:
-    found = {
-        (path.relative_to(SOURCE).as_posix(), match["name"]): "frozen=True" in (match["options"] or "")
-        for path in SOURCE.rglob("*.py")
-        for match in DATACLASS.finditer(path.read_text(encoding="utf-8"))
-    }
-    changing = [place for place, frozen in found.items() if not frozen]
-    assert len(found) > 150 and len(changing) <= 31, changing
-    assert {file for file, _ in changing} == CHANGING
-    assert not [name for _, name in changing if name.endswith(("Config", "Result"))]
+def test_a_dataclass_is_frozen_unless_it_is_listed() -> None:
+    """A key, a setting, a manifest that was checked, a message that was counted: whoever has one can rely on it."""
+    changing: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"@(dataclasses\.)?dataclass\b(?!\(frozen=True\b)", text):  # to parse them all takes seconds
+            continue
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        for kind in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+            how = [each for each in map(ast.unparse, kind.decorator_list) if "dataclass" in each.partition("(")[0]]
+            if any("frozen=True" not in each for each in how):
+                changing.setdefault(module, set()).add(kind.name)
+    assert changing == CHANGING
+    assert not [name for names in changing.values() for name in names if name.endswith(("Config", "Result"))]

@@ -98,7 +98,7 @@ def test_tables_of_parts_and_of_intervals_leave_out_what_was_not_attacked() -> N
     page = make_page(compared(*rows, refused))
     (parts,) = cells(page, "Visible and hidden patches, separately")
     assert parts == [
-        ["setting", "model", "attacker", "shown patches, PSNR, dB", "hidden patches in any order, PSNR, dB",
+        ["setting", "model", "attacker", "shown patches, PSNR, dB", "hidden patches in the best order, PSNR, dB",
          "hidden patches at their position"],
         *([where, "a run", "patchembed, informed", "40 [40, 40]", "30 [30, 30]", "0.5 [0.5, 0.5]"] for where in "bc"),
     ]  # fmt: skip
