@@ -569,8 +569,8 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
     facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
     if rows.cut:
-        found = counted(len(rows.tokens), "words")
-        matched = f"finding {found} by their rows in the gradients of the word and position embeddings"
+        words_of_rows = counted(len(rows.tokens), "words")
+        matched = f"finding {words_of_rows} by their rows in the gradients of the word and position embeddings"
         recovered = replace(recovered, partial=recovered.partial or matched)
     if not rows.tables:
         lacks = "the model has no position table" if table is None else f"the gradient of {table} is not sent"
